@@ -1,0 +1,93 @@
+"""Every exception the package raises on purpose, as one tree.
+
+A message states the rule, what was got (``got name=value``) and the remedy. Foreign exceptions
+are translated once, where they enter, with ``raise ... from exc``.
+
+    Stage2Error
+    ├── UserError                 the user's mistake: one line, exit status 2
+    │   ├── ConfigError           a key, value or combination in the YAML
+    │   ├── DatasetError          the data set as a whole cannot be used
+    │   └── ServerUnavailable     a rollout server is missing when a run starts
+    ├── SampleError               one sample cannot be used; it is quarantined, the run goes on
+    ├── PackingError              lengths that cannot be packed
+    ├── MatchingError             boxes or settings that cannot be matched
+    ├── QueueClosed               offer or reserve after ReadyQueue.close()
+    ├── ReservationSpent          a reservation was taken or released before
+    ├── TicketTimeout             the fence stayed closed for longer than the caller waits
+    ├── FenceShutDown             the fence will never open again
+    ├── ProtocolError             a rollout server answered something that the wire does not allow
+    ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
+    ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
+    ├── PipelineFailed            a background pipeline died; raised alike on every rank
+    └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
+"""
+
+from __future__ import annotations
+
+
+class Stage2Error(Exception):
+    """Base of every exception that swift_stage2 raises on purpose."""
+
+
+class UserError(Stage2Error):
+    """A mistake the user can mend; commands print it as one line and exit with status 2."""
+
+
+class ConfigError(UserError):
+    """A key, value or combination of the YAML configuration is refused."""
+
+
+class DatasetError(UserError):
+    """The data set as a whole cannot be used (missing file, malformed line, no boxes)."""
+
+
+class ServerUnavailable(UserError):
+    """A rollout server did not answer when a run started or resumed."""
+
+
+class SampleError(Stage2Error):
+    """One sample cannot be used. It is quarantined with this message and training goes on."""
+
+
+class PackingError(Stage2Error):
+    """Segment lengths that no pack can hold."""
+
+
+class MatchingError(Stage2Error):
+    """Boxes or settings that cannot be matched."""
+
+
+class QueueClosed(Stage2Error):
+    """The ready queue was closed by its owner."""
+
+
+class ReservationSpent(Stage2Error):
+    """A reservation was already taken or released."""
+
+
+class TicketTimeout(Stage2Error):
+    """No ticket became available within the caller's time."""
+
+
+class FenceShutDown(Stage2Error):
+    """The fence was shut down; no ticket will be issued again."""
+
+
+class ProtocolError(Stage2Error):
+    """A rollout server's reply does not have the shape that the wire protocol requires."""
+
+
+class WeightSyncError(Stage2Error):
+    """The learner's own weights cannot be exported; every rank raises the same error."""
+
+
+class WeightSyncHang(Stage2Error):
+    """A push did not return by its deadline. It cannot be taken back: every rank exits with 70."""
+
+
+class PipelineFailed(Stage2Error):
+    """A background pipeline died on some rank; every rank raises this at the same step."""
+
+
+class ChannelBStarved(Stage2Error):
+    """Channel B ran far less than the schedule wanted and the configuration asks to fail."""
