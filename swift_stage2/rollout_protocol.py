@@ -1,0 +1,314 @@
+"""The wire between learner and rollout server: paths and message records, and nothing that does I/O.
+
+The first group of paths and records is ms-swift 4.6's ``swift rollout``; the second group, under
+``/stage2/``, is answered by our own server only. Shared by client, weight sync and server.
+Everything on the wire is JSON and is checked field by field; nothing is unpickled or evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_stage2.errors import ProtocolError
+
+# --- paths of stock `swift rollout` -------------------------------------------------------------
+HEALTH = "/health/"
+WORLD_SIZE = "/get_world_size/"
+ENGINE_TYPE = "/get_engine_type/"
+STATE_KEYS = "/get_model_state_keys/"
+INFER = "/infer/"
+INIT_COMMUNICATOR = "/init_communicator/"
+UPDATE_FLATTENED_PARAMS = "/update_flattened_params/"
+PROCESS_WEIGHTS = "/process_weights_after_loading/"
+RESET_PREFIX_CACHE = "/reset_prefix_cache/"
+RESET_ENCODER_CACHE = "/reset_encoder_cache/"
+RESET_MM_CACHE = "/reset_mm_cache/"
+CLOSE_COMMUNICATOR = "/close_communicator/"
+
+# --- paths that only our server answers (stock: 404) --------------------------------------------
+SERVER_INFO = "/stage2/info/"
+BEGIN_ROUND = "/stage2/begin_round/"
+FINISH_ROUND = "/stage2/finish_round/"
+ABORT = "/stage2/abort/"
+
+# A round's own requests carry its id; our server refuses any other /infer/ while a round is open.
+ROUND_HEADER = "X-Stage2-Round"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (``"float32"``, without ``torch.``) of one weight tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype}
+
+    @classmethod
+    def from_json(cls, data: Any) -> TensorSpec:
+        record = _mapping(data, "tensor spec")
+        return cls(
+            name=_text(record, "name"),
+            shape=tuple(_integer_list(record, "shape")),
+            dtype=_text(record, "dtype").removeprefix("torch."),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself. ``stock`` servers know no ``/stage2/`` path and say little."""
+
+    stock: bool
+    incarnation: str | None = None  # changes at every start of the server process
+    engine: str | None = None
+    model: str | None = None
+    weight_version: int | None = None
+    run_id: str | None = None
+    state: str | None = None
+    can_abort: bool = False
+    manifest: tuple[TensorSpec, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "incarnation": self.incarnation,
+            "engine": self.engine,
+            "model": self.model,
+            "weight_version": self.weight_version,
+            "run_id": self.run_id,
+            "state": self.state,
+            "can_abort": self.can_abort,
+            "manifest": [spec.to_json() for spec in self.manifest],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> ServerInfo:
+        record = _mapping(data, "server info")
+        manifest = record.get("manifest") or []
+        if not isinstance(manifest, list):
+            raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
+        version = record.get("weight_version")
+        return cls(
+            stock=False,
+            incarnation=_text(record, "incarnation"),
+            engine=_optional_text(record, "engine"),
+            model=_optional_text(record, "model"),
+            weight_version=None if version is None else _integer(version, "weight_version"),
+            run_id=_optional_text(record, "run_id"),
+            state=_optional_text(record, "state"),
+            can_abort=bool(record.get("can_abort", False)),
+            manifest=tuple(TensorSpec.from_json(item) for item in manifest),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """Opens one sync round on our server; the manifest is compared before any downtime."""
+
+    round_id: str
+    run_id: str
+    version: int  # the version that the server will hold once the round is proven
+    manifest: tuple[TensorSpec, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "round_id": self.round_id,
+            "run_id": self.run_id,
+            "version": self.version,
+            "manifest": [spec.to_json() for spec in self.manifest],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RoundProof:
+    """What our server can show after a round.
+
+    ``arrived`` holds a checksum per tensor as it came off the wire, ``resident`` a checksum per
+    tensor as the engine now holds it (empty where the engine fuses parameters), ``loaded`` the
+    names that the engine reports as loaded.
+    """
+
+    round_id: str
+    incarnation: str
+    weight_version: int
+    arrived: Mapping[str, str]
+    resident: Mapping[str, str]
+    loaded: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "round_id": self.round_id,
+            "incarnation": self.incarnation,
+            "weight_version": self.weight_version,
+            "arrived": dict(self.arrived),
+            "resident": dict(self.resident),
+            "loaded": list(self.loaded),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> RoundProof:
+        record = _mapping(data, "round proof")
+        return cls(
+            round_id=_text(record, "round_id"),
+            incarnation=_text(record, "incarnation"),
+            weight_version=_integer(record.get("weight_version"), "weight_version"),
+            arrived=_text_map(record, "arrived"),
+            resident=_text_map(record, "resident"),
+            loaded=tuple(_text_list(record, "loaded")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of ``/infer/``: what the model sampled, verbatim, and what the server adds to it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None  # "stop" | "length" | "abort"
+    prompt_token_ids: tuple[int, ...]
+    images_size: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model saw it
+    log_probs: tuple[float, ...] | None = None
+    weight_version: int | None = None  # stamped by our server
+    run_id: str | None = None
+    incarnation: str | None = None
+
+
+def request_config(
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    repetition_penalty: float,
+    seed: int,
+) -> dict[str, Any]:
+    """ms-swift's ``RequestConfig`` as JSON; ``return_details`` asks for token ids and prompt ids."""
+    return {
+        "max_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "return_details": True,
+    }
+
+
+def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
+    """Checks the body of an ``/infer/`` reply and returns one completion per request, in order.
+
+    Raises:
+        ProtocolError: not a list, another number of outputs than requests, a field of a wrong type.
+    """
+    if not isinstance(data, list):
+        raise ProtocolError(f"an /infer/ reply must be a list, got {type(data).__name__}")
+    if len(data) != num_requests:
+        raise ProtocolError(
+            f"an /infer/ reply must hold one output per request, got num_outputs={len(data)} "
+            f"num_requests={num_requests}"
+        )
+    return tuple(_parse_completion(item) for item in data)
+
+
+def parse_cache_reset(data: Any) -> bool:
+    """True iff a cache reset reports success; its message ends in ``status: True`` or ``False``."""
+    message = _text(_mapping(data, "cache reset"), "message")
+    _, found, status = message.rpartition("status: ")
+    if not found or status not in ("True", "False"):
+        raise ProtocolError(f"a cache reset must report 'status: True' or 'status: False', got {message!r}")
+    return status == "True"
+
+
+def _parse_completion(item: Any) -> Completion:
+    output = _mapping(item, "output")
+    response = _mapping(output.get("response"), "response")
+    choices = response.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        raise ProtocolError("a response must hold exactly one choice (request n=1)")
+    choice = _mapping(choices[0], "choice")
+    text = _mapping(choice.get("message"), "message").get("content")
+    if not isinstance(text, str):
+        raise ProtocolError(f"message.content must be text, got {type(text).__name__}")
+    infos = output.get("rollout_infos") or {}
+    stamp = infos.get("stage2") if isinstance(infos, Mapping) else None
+    stamp = _mapping(stamp, "rollout_infos.stage2") if stamp is not None else {}
+    version = stamp.get("weight_version")
+    return Completion(
+        text=text,
+        token_ids=tuple(_integer_list(choice, "token_ids")),
+        finish_reason=_optional_text(choice, "finish_reason"),
+        prompt_token_ids=tuple(_integer_list(response, "prompt_token_ids")),
+        images_size=_sizes(response.get("images_size")),
+        log_probs=_log_probs(choice.get("logprobs")),
+        weight_version=None if version is None else _integer(version, "weight_version"),
+        run_id=_optional_text(stamp, "run_id"),
+        incarnation=_optional_text(stamp, "incarnation"),
+    )
+
+
+def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(size, Sequence) and len(size) == 2 for size in value):
+        raise ProtocolError("images_size must be a list of (width, height)")
+    return tuple((_integer(width, "width"), _integer(height, "height")) for width, height in value)
+
+
+def _log_probs(value: Any) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    content = _mapping(value, "logprobs").get("content")
+    if not isinstance(content, list):
+        raise ProtocolError("logprobs.content must be a list")
+    numbers = [_mapping(entry, "logprobs entry").get("logprob") for entry in content]
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+        raise ProtocolError("every logprob must be a finite number")
+    return tuple(float(n) for n in numbers if n is not None)
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{what} must be an object, got {type(value).__name__}")
+    return value
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise ProtocolError(f"{key} must be text, got {type(value).__name__}")
+    return value
+
+
+def _optional_text(record: Mapping[str, Any], key: str) -> str | None:
+    return None if record.get(key) is None else _text(record, key)
+
+
+def _integer(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ProtocolError(f"{what} must be an integer, got {type(value).__name__}")
+    return value
+
+
+def _integer_list(record: Mapping[str, Any], key: str) -> list[int]:
+    value = record.get(key)
+    if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+        raise ProtocolError(f"{key} must be a list of integers")
+    return value
+
+
+def _text_list(record: Mapping[str, Any], key: str) -> list[str]:
+    value = record.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ProtocolError(f"{key} must be a list of text")
+    return value
+
+
+def _text_map(record: Mapping[str, Any], key: str) -> dict[str, str]:
+    value = _mapping(record.get(key), key)
+    if not all(isinstance(item, str) for item in value.values()):
+        raise ProtocolError(f"every value of {key} must be text")
+    return dict(value)
