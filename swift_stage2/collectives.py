@@ -1,0 +1,151 @@
+"""The only user of ``torch.distributed``: a control group over the ranks, a weight group to a server.
+
+The control group is gloo with a timeout of its own, so that a training collective and a decision can
+never be confused or share a deadline; its calls run on the main thread, on all ranks alike. The weight
+group has two members, learner rank 0 and one server, and never contains another training rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+_LISTEN_BACKLOG = 16
+
+
+class ControlGroup(Protocol):
+    """Decisions that every rank takes alike. Vectors have the same length on every rank."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]: ...
+
+    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]: ...
+
+    def broadcast(self, message: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class SingleRank:
+    """The control group of a run with one process: every collective returns its own input."""
+
+    rank = 0
+    world_size = 1
+
+    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(float(value) for value in values)
+
+    def broadcast(self, message: Any) -> Any:
+        return json.loads(json.dumps(message))
+
+    def close(self) -> None:
+        return None
+
+
+class GlooControlGroup:
+    """A gloo group over all ranks of the running job, on CPU, with a deadline for every call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Element-wise maximum over the ranks."""
+        vector = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(vector.tolist())
+
+    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Element-wise sum over the ranks, in double precision."""
+        vector = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=self._group)
+        return tuple(vector.tolist())
+
+    def broadcast(self, message: Any) -> Any:
+        """Rank 0's message, as JSON, on every rank; what other ranks pass is ignored."""
+        body = json.dumps(message).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(body)], dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self._group)
+        buffer = torch.frombuffer(bytearray(body or bytes(int(length.item()))), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=self._group)
+        return json.loads(bytes(buffer.numpy()))
+
+    def close(self) -> None:
+        """Leaves the group; later calls on it are errors."""
+        dist.destroy_process_group(self._group)
+
+
+def join_control_group(timeout_s: float) -> ControlGroup:
+    """The control group of this job: gloo under torchrun, trivial in a single process."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GlooControlGroup(timeout_s)
+    return SingleRank()
+
+
+class WeightGroup:
+    """A two-member gloo group that carries weights from the learner (rank 1) to one server (rank 0).
+
+    The server listens on ``host:port``; the learner connects. Every transfer has a deadline and raises
+    ``RuntimeError`` when the peer is lost. A group serves one sync round and is then closed.
+    """
+
+    SERVER_RANK = 0
+    LEARNER_RANK = 1
+    _SIZE = 2
+
+    def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if rank == self.SERVER_RANK:
+            # A store given a port alone would listen on every interface.
+            store = dist.TCPStore(
+                host, port, self._SIZE, True, timeout=timeout, wait_for_workers=False,
+                master_listen_fd=_listen(host, port),
+            )  # fmt: skip
+        else:
+            store = dist.TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        self._store: dist.TCPStore | None = store
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, self._SIZE, options)
+        self._timeout = timeout
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Sends (learner) or fills (server) a contiguous CPU tensor. Blocks until done or lost."""
+        options = dist.BroadcastOptions()
+        options.rootRank = self.LEARNER_RANK
+        options.timeout = self._timeout
+        self._group.broadcast([tensor], options).wait(self._timeout)
+
+    def close(self) -> None:
+        """Drops the connections and the listening port. May be called again."""
+        self._group = None
+        self._store = None
+
+
+def _listen(host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_LISTEN_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener.detach()
