@@ -16,6 +16,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── TicketTimeout             the fence stayed closed for longer than the caller waits
     ├── FenceShutDown             the fence will never open again
     ├── ProtocolError             a rollout server answered something that the wire does not allow
+    ├── ServerFault               one rollout server failed in a sync round; it becomes suspect
     ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
     ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
@@ -75,6 +76,10 @@ class FenceShutDown(Stage2Error):
 
 class ProtocolError(Stage2Error):
     """A rollout server's reply does not have the shape that the wire protocol requires."""
+
+
+class ServerFault(Stage2Error):
+    """One rollout server failed, lied or was lost during a sync round; it becomes suspect."""
 
 
 class WeightSyncError(Stage2Error):

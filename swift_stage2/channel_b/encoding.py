@@ -1,0 +1,237 @@
+"""Turns samples into requests and targets into segments, with the pipeline's own copy of the template.
+
+One of the few files that know ms-swift. The template decides the prompt, the images' resized size and
+with it the coordinate space; nothing here repeats its arithmetic. Called by the pipeline's thread only.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
+
+IGNORED_LABEL = -100
+_PLACEHOLDERS = ("<ref-object>", "<bbox>")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEncoding:
+    """A sample as the model is asked it, and its ground truth in the template's coordinate space."""
+
+    encoding: Mapping[str, Any]  # input_ids and image tensors, as the template gives them
+    token_ids: tuple[int, ...]
+    boxes: tuple[tuple[int, int, int, int], ...]
+
+
+class Encoder:
+    """Encodes for channel B. Owns its template and tokenizer; not thread-safe, one thread owns it."""
+
+    def __init__(self, template: Any, *, packing_length: int) -> None:
+        # A copy through the template's own pickling support carries no weights and shares no tokenizer
+        # with channel A (a fast tokenizer must not be used by two threads at once).
+        self._template = copy.deepcopy(template)
+        self._template.set_mode("train")
+        self._template.padding_free = True
+        self._template.packing = False
+        self._template.sequence_parallel_size = 1
+        self._tokenizer = self._template.tokenizer
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ConfigError(
+                "channel B maps text to tokens by character offsets and needs a fast tokenizer, got "
+                f"tokenizer={type(self._tokenizer).__name__}; convert it with tokenizers"
+            )
+        self._packing_length = packing_length
+        self._closing_ids = self._find_closing_ids()
+
+    @property
+    def closing_token_ids(self) -> tuple[int, ...]:
+        """The end-of-turn tokens that the template puts after an answer."""
+        return self._closing_ids
+
+    def request(self, sample: Sample) -> dict[str, Any]:
+        """The ``/infer/`` request of a sample: its prompt and its images, base64 of the original files.
+
+        Raises:
+            SampleError: an image is missing, or the prompt holds ``<bbox>`` or ``<ref-object>``.
+        """
+        return {
+            "messages": _prompt_messages(sample.row),
+            "images": [_image_as_base64(image) for image in sample.row.get("images") or []],
+        }
+
+    def encode_prompt(self, sample: Sample) -> PromptEncoding:
+        """Encodes the prompt alone and converts the ground truth into the template's space.
+
+        Raises:
+            SampleError: the template refuses the row (unreadable image, prompt too long).
+        """
+        row = copy.deepcopy(dict(sample.row))
+        row["messages"] = _prompt_messages(sample.row)
+        row["objects"] = {
+            "ref": list(sample.labels),
+            "bbox": [list(box) for box in sample.boxes],
+            **{key: value for key in ("bbox_type", "image_id") if (value := sample.row["objects"].get(key))},
+        }
+        try:
+            encoding = self._template.encode(row, return_template_inputs=True, return_length=True)
+        except (ValueError, OSError, RuntimeError, TypeError, SyntaxError) as error:
+            raise SampleError(f"the template cannot encode the prompt: {type(error).__name__}: {error}") from error
+        inputs = encoding.pop("template_inputs")
+        boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
+        _check_inside(boxes, inputs.images, self._template.norm_bbox)
+        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes)
+
+    def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Token ids of an answer, tokenised once as a whole, and each token's character offsets."""
+        tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return tuple(tokens["input_ids"]), tuple((start, end) for start, end in tokens["offset_mapping"])
+
+    def encode_segment(
+        self, rollout: Rollout, prompt: PromptEncoding, target: Target, *, closing_weight: float, sample_id: str
+    ) -> Segment:
+        """Joins prompt and target to what ``template.encode`` gives for the same conversation.
+
+        The prompt is not encoded again, because that would process its images twice. Tokens of weight
+        zero are not supervised, as ms-swift has it.
+
+        Raises:
+            SampleError: the server was asked another prompt, or the segment is longer than a pack.
+        """
+        if rollout.prompt_token_ids != prompt.token_ids:
+            raise SampleError(
+                "the server's prompt must equal the learner's, got "
+                f"num_server_tokens={len(rollout.prompt_token_ids)} num_learner_tokens={len(prompt.token_ids)}"
+                f" first_difference={_first_difference(rollout.prompt_token_ids, prompt.token_ids)}; "
+                "check that both use the same template, processor and pixel limits"
+            )
+        answer = target.token_ids + self._closing_ids
+        weights = target.weights + (closing_weight,) * len(self._closing_ids)
+        num_prompt, num_tokens = len(prompt.token_ids), len(prompt.token_ids) + len(answer)
+        if num_tokens > self._packing_length:
+            raise SampleError(
+                f"a segment must fit a pack and is never cut, got num_tokens={num_tokens} "
+                f"packing_length={self._packing_length}; raise packing_length"
+            )
+        encoding = dict(prompt.encoding)
+        encoding["input_ids"] = [*prompt.token_ids, *answer]
+        encoding["labels"] = [IGNORED_LABEL] * num_prompt + [
+            token if weight > 0 else IGNORED_LABEL for token, weight in zip(answer, weights, strict=True)
+        ]
+        encoding["loss_scale"] = [0.0] * num_prompt + list(weights)
+        encoding["length"] = num_tokens
+        encoding["lengths"] = [num_tokens]
+        if (types := encoding.get("mm_token_type_ids")) is not None:
+            encoding["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, len(answer)))
+        return Segment(
+            key=rollout.sample.key,
+            sample_id=sample_id,
+            version=rollout.version,
+            encoding=encoding,
+            num_tokens=num_tokens,
+            num_supervised_tokens=sum(weight > 0 for weight in weights),
+            quality=target.quality,
+        )
+
+    def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
+        """One padding-free batch of one row, in which segments do not see each other.
+
+        Hugging Face isolates packed segments only when the text position ids are the first of four rows
+        of ``position_ids`` (and no cache is used, which the trainer sees to); ms-swift's own collator
+        hands them over in a separate entry that its trainer removes again.
+        """
+        batch: dict[str, Any] = self._template.data_collator([dict(segment.encoding) for segment in segments])
+        text_positions = batch.pop("text_position_ids", None)
+        if text_positions is not None:
+            batch["position_ids"] = torch.cat([text_positions[None], batch["position_ids"]])
+        return batch
+
+    def check_answer_format(self, sample: Sample) -> tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]:
+        """Channel A's own answer to a sample as text, and the objects that it must spell out.
+
+        Raises:
+            DatasetError: the row has no answer.
+        """
+        encoding = self._template.encode(copy.deepcopy(dict(sample.row)), return_length=True)
+        answer = [
+            token
+            for token, label in zip(encoding["input_ids"], encoding["labels"], strict=True)
+            if label != IGNORED_LABEL
+        ]
+        if not answer:
+            raise DatasetError("a row needs an assistant message, got none; add the answer to every row")
+        if self._closing_ids and tuple(answer[-len(self._closing_ids) :]) == self._closing_ids:
+            answer = answer[: -len(self._closing_ids)]
+        boxes = self.encode_prompt(sample).boxes
+        return self._tokenizer.decode(answer), tuple(zip(sample.labels, boxes, strict=True))
+
+    def _find_closing_ids(self) -> tuple[int, ...]:
+        probe = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": {"token_ids": probe}}]
+        encoding = self._template.encode({"messages": conversation})
+        start = next(i for i, label in enumerate(encoding["labels"]) if label != IGNORED_LABEL)
+        return tuple(encoding["input_ids"][start + len(probe) :])
+
+
+def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = [{"role": turn["role"], "content": turn["content"]} for turn in row["messages"]]
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] != "user":
+        raise SampleError("a row must end in a user message and, for channel A, its answer")
+    for turn in messages:
+        if isinstance(turn["content"], str) and any(mark in turn["content"] for mark in _PLACEHOLDERS):
+            raise SampleError(f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}; write labels and boxes out")
+    return messages
+
+
+def _image_as_base64(image: Any) -> str:
+    if isinstance(image, Mapping):
+        content = image.get("bytes") or _read_image(str(image.get("path")))
+    elif isinstance(image, str):
+        content = _read_image(image)
+    else:
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        content = buffer.getvalue()
+    return base64.b64encode(content).decode("ascii")
+
+
+def _read_image(path: str) -> bytes:
+    root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift resolves relative images against it
+    if root and not os.path.exists(path):
+        path = os.path.join(root, path)
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error
+
+
+def _as_integers(box: Sequence[float]) -> tuple[int, int, int, int]:
+    x1, y1, x2, y2 = (int(value) for value in box)
+    return x1, y1, x2, y2
+
+
+def _check_inside(boxes: Sequence[Box | tuple[int, ...]], images: Sequence[Any], norm_bbox: str) -> None:
+    if not images or not boxes:
+        return
+    width, height = (1000, 1000) if norm_bbox == "norm1000" else images[0].size
+    for box in boxes:
+        if len(images) == 1 and (box[2] > width or box[3] > height):
+            raise SampleError(
+                f"a box must lie inside its image, got bbox={list(box)} width={width} height={height} "
+                "in the template's space; mend the annotation"
+            )
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

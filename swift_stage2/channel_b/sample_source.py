@@ -1,0 +1,177 @@
+"""Turns the data set into this rank's own endless, resumable stream of samples.
+
+Independent of channel A's dataloader. Every position of an epoch's shard is *outstanding* from its
+first draw until it is settled (trained, or quarantined); whatever is outstanding when a checkpoint is
+written is drawn again, first, after resume. Called by the pipeline's thread and by the learner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from swift_stage2.channel_b.records import Box, Sample, SampleKey
+from swift_stage2.errors import DatasetError, SampleError
+
+
+class Rows(Protocol):
+    """A map-style data set of rows in ms-swift's grounding format."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One draw: a sample, or the reason why the row behind the key cannot be used."""
+
+    key: SampleKey
+    sample: Sample | None
+    error: SampleError | None = None
+
+
+class SampleSource:
+    """This rank's share of the data set, epoch after epoch.
+
+    The share is every ``world_size``-th row of a permutation seeded by (seed, epoch). Unlike
+    ``DistributedSampler`` it is never padded, so no row is drawn twice in an epoch; ranks may hold one
+    row more or less, which is harmless because no collective depends on this stream.
+    """
+
+    def __init__(self, rows: Rows, *, rank: int, world_size: int, seed: int) -> None:
+        if len(rows) < world_size:
+            raise DatasetError(
+                f"channel B needs at least one row per rank, got num_rows={len(rows)} world_size={world_size}; "
+                "add data or use fewer ranks"
+            )
+        self._rows = rows
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._position = 0
+        self._shard = self._shard_of(0)
+        self._again: deque[SampleKey] = deque()
+        self._outstanding: dict[tuple[int, int], SampleKey] = {}
+
+    def draw(self, count: int) -> list[Drawn]:
+        """The next ``count`` samples: those that came back first, then new ones."""
+        with self._lock:
+            keys = [self._next_key() for _ in range(count)]
+        return [self._read(key) for key in keys]
+
+    def give_back(self, keys: Sequence[SampleKey], *, count_attempt: bool) -> None:
+        """Puts drawn samples back to be drawn again, in the order given, before any new one."""
+        with self._lock:
+            for key in keys:
+                key = replace(key, attempt=key.attempt + 1) if count_attempt else key
+                if (key.epoch, key.position) in self._outstanding:
+                    self._outstanding[key.epoch, key.position] = key
+                    self._again.append(key)
+
+    def settle(self, keys: Sequence[SampleKey]) -> None:
+        """Ends the life of drawn samples: they were trained, or quarantined."""
+        with self._lock:
+            for key in keys:
+                self._outstanding.pop((key.epoch, key.position), None)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Samples drawn and not yet settled."""
+        with self._lock:
+            return len(self._outstanding)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor and outstanding keys, as JSON; tensors and texts are made again after resume."""
+        with self._lock:
+            keys = sorted(self._outstanding.values(), key=lambda key: (key.epoch, key.position))
+            return {
+                "epoch": self._epoch,
+                "position": self._position,
+                "num_rows": len(self._rows),
+                "world_size": self._world_size,
+                "seed": self._seed,
+                "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken.
+
+        Raises:
+            DatasetError: the data set, the number of ranks or the seed is another one.
+        """
+        for name, now in (
+            ("num_rows", len(self._rows)),
+            ("world_size", self._world_size),
+            ("seed", self._seed),
+        ):
+            if state[name] != now:
+                raise DatasetError(
+                    f"resume needs the same {name} as the checkpoint, got {name}={now}, checkpoint "
+                    f"{name}={state[name]}; restore it or start a new run from the checkpoint's weights"
+                )
+        with self._lock:
+            self._epoch = int(state["epoch"])
+            self._position = int(state["position"])
+            self._shard = self._shard_of(self._epoch)
+            self._again = deque(SampleKey(*entry) for entry in state["outstanding"])
+            self._outstanding = {(key.epoch, key.position): key for key in self._again}
+
+    def _next_key(self) -> SampleKey:
+        if self._again:
+            return self._again.popleft()
+        if self._position == len(self._shard):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._shard = self._shard_of(self._epoch)
+        key = SampleKey(self._epoch, self._position, self._shard[self._position])
+        self._position += 1
+        self._outstanding[key.epoch, key.position] = key
+        return key
+
+    def _shard_of(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        permutation: list[int] = torch.randperm(len(self._rows), generator=generator).tolist()
+        return permutation[self._rank :: self._world_size]
+
+    def _read(self, key: SampleKey) -> Drawn:
+        try:
+            labels, boxes = read_ground_truth(row := self._rows[key.index])
+        except SampleError as error:
+            return Drawn(key, None, error)
+        return Drawn(key, Sample(key=key, row=row, labels=labels, boxes=boxes))
+
+
+def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Box, ...]]:
+    """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order.
+
+    Raises:
+        SampleError: no objects, an object without box or label, a box that is not four ordered numbers.
+    """
+    objects = row.get("objects")
+    if not isinstance(objects, Mapping):
+        raise SampleError("a row needs objects={'ref': [...], 'bbox': [...]}, got none")
+    labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
+    if not boxes or len(labels) != len(boxes):
+        raise SampleError(
+            f"every object needs one label and one box, got num_ref={len(labels)} num_bbox={len(boxes)}"
+        )
+    if any(not isinstance(label, str) or not label.strip() for label in labels):
+        raise SampleError("every label in objects.ref must be non-empty text")
+    return tuple(label.strip() for label in labels), tuple(_read_box(box) for box in boxes)
+
+
+def _read_box(box: Any) -> Box:
+    numbers = [float(n) for n in box if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    if len(numbers) != len(box) or len(numbers) != 4:
+        raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
+    x1, y1, x2, y2 = numbers
+    if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
+        raise SampleError(f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}")
+    return x1, y1, x2, y2
