@@ -1,0 +1,65 @@
+"""YAML text into one frozen, checked ``Stage2Config``. Imports no torch.
+
+yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
+binding     plain mapping -> sections (unknown keys, types, missing keys)
+stage2_ab   rollout   launch      the sections with their defaults and their own rules
+swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
+root        Stage2Config, the rules between sections, ``load_config``
+"""
+
+from __future__ import annotations
+
+from swift_stage2.config.launch import LaunchConfig, LearnerProcess, ServerEngine, ServerProcess
+from swift_stage2.config.rollout import (
+    DecodingConfig,
+    OnPending,
+    Proof,
+    RolloutConfig,
+    ServerConfig,
+    SyncConfig,
+    SyncMode,
+)
+from swift_stage2.config.root import Stage2Config, TelemetryConfig, load_config
+from swift_stage2.config.stage2_ab import (
+    ChannelBConfig,
+    Dialect,
+    MatchingConfig,
+    OnPipelineFailure,
+    PackingConfig,
+    PrefetchConfig,
+    ScheduleConfig,
+    Stage2AbConfig,
+    StarvationAction,
+    StarvationConfig,
+    TargetConfig,
+    TargetWeights,
+)
+
+__all__ = [
+    "ChannelBConfig",
+    "DecodingConfig",
+    "Dialect",
+    "LaunchConfig",
+    "LearnerProcess",
+    "MatchingConfig",
+    "OnPending",
+    "OnPipelineFailure",
+    "PackingConfig",
+    "PrefetchConfig",
+    "Proof",
+    "RolloutConfig",
+    "ScheduleConfig",
+    "ServerConfig",
+    "ServerEngine",
+    "ServerProcess",
+    "Stage2AbConfig",
+    "Stage2Config",
+    "StarvationAction",
+    "StarvationConfig",
+    "SyncConfig",
+    "SyncMode",
+    "TargetConfig",
+    "TargetWeights",
+    "TelemetryConfig",
+    "load_config",
+]

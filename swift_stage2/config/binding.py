@@ -1,0 +1,125 @@
+"""A plain mapping into a tree of frozen sections, by their type hints.
+
+A key that no section has, a value of another type and a required key that is absent are refused with
+the dotted place in the file. Numbers: an integer may stand for a float, a boolean for neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from swift_stage2.errors import ConfigError
+
+S = TypeVar("S")
+
+_KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None, place: str = "") -> S:
+    """Builds ``section`` from ``data``; ``root`` is the tree in which a misplaced key is looked for.
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing key, or a rule of a section, with its place.
+    """
+    root = root or section
+    declared = {item.name: item for item in fields(section)}  # type: ignore[arg-type]
+    hints = get_type_hints(section)
+    for key in data:
+        if key not in declared:
+            raise ConfigError(_unknown_key(key, place, tuple(declared), root))
+    _refuse_missing(declared, data, place)
+    values = {
+        key: _convert(hints[key], value, root=root, place=f"{place}.{key}" if place else key)
+        for key, value in data.items()
+    }
+    try:
+        return section(**values)
+    except ConfigError as exc:
+        raise ConfigError(f"{place}: {exc}" if place else str(exc)) from exc
+
+
+def closest(word: str, words: tuple[str, ...]) -> str | None:
+    """The word nearest to ``word``, or None when none is near."""
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _refuse_missing(declared: Mapping[str, Field[Any]], data: Mapping[str, Any], place: str) -> None:
+    for name, item in declared.items():
+        if name not in data and item.default is MISSING and item.default_factory is MISSING:
+            full = f"{place}.{name}" if place else name
+            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{_hint(item)}")
+
+
+def _hint(item: Field[Any]) -> str:
+    return f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
+
+
+def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
+    where = f"section {place}" if place else "the top level"
+    near = closest(key, valid)
+    if near is not None:
+        return f"unknown key {key!r} in {where}; did you mean {near!r}?"
+    elsewhere = [path for path in _all_keys(root) if path.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"unknown key {key!r} in {where}; it belongs at {elsewhere[0]!r}"
+    return f"unknown key {key!r} in {where}; its keys are {', '.join(valid)}"
+
+
+def _all_keys(section: type, place: str = "") -> Iterator[str]:
+    """Dotted paths of every key below ``section``."""
+    hints = get_type_hints(section)
+    for item in fields(section):
+        path = f"{place}.{item.name}" if place else item.name
+        yield path
+        for candidate in (hints[item.name], *get_args(hints[item.name])):
+            if isinstance(candidate, type) and is_dataclass(candidate):
+                yield from _all_keys(candidate, path)
+
+
+def _convert(hint: Any, value: Any, *, root: type, place: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):  # the only unions are "or nothing"
+        inner = next(argument for argument in arguments if argument is not types.NoneType)
+        return None if value is None else _convert(inner, value, root=root, place=place)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(_wrong(place, "a list", value))
+        return tuple(
+            _convert(arguments[0], item, root=root, place=f"{place}[{index}]")
+            for index, item in enumerate(value)
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigError(_wrong(place, "a mapping", value))
+        return dict(value)
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise ConfigError(_wrong(place, "a mapping", value))
+        return bind(hint, value, root=root, place=place)
+    return _scalar(hint, value, place)
+
+
+def _scalar(kind: type, value: Any, place: str) -> Any:
+    if issubclass(kind, StrEnum):
+        choices = tuple(str(member) for member in kind)
+        if value in choices:
+            return kind(value)
+        near = closest(value, choices) if isinstance(value, str) else None
+        tail = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(_wrong(place, " or ".join(choices), value) + tail)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(_wrong(place, _KINDS[kind], value))
+    return value
+
+
+def _wrong(place: str, wanted: str, value: Any) -> str:
+    name = place.rpartition(".")[2]
+    return f"{place} must be {wanted}, got {name}={value!r}"

@@ -1,0 +1,163 @@
+"""Section ``rollout``: where the rollout servers are, how they decode, and how weights reach them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from swift_stage2.config import rules
+from swift_stage2.errors import ConfigError
+
+
+class SyncMode(StrEnum):
+    """What a sync round sends: all weights, merged under LoRA. There is no other mode."""
+
+    FULL = "full"
+
+
+class OnPending(StrEnum):
+    """What a pending round does with rollouts that are still running on a server that can abort."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class Proof(StrEnum):
+    """What must be shown before a server may be inferred from after a round."""
+
+    AUTO = "auto"
+    CHECKSUM = "checksum"
+    CANARY = "canary"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    base_url: str
+    """Scheme, host and port of one server, without a path."""
+    group_port: int = 51216
+    """Port on the server's host that the weight group meets at; one of its own for each server there."""
+
+    def __post_init__(self) -> None:
+        _check_base_url(self.base_url)
+        if not 1 <= self.group_port <= 65535:
+            raise ConfigError(f"group_port must be in the range 1..65535, got group_port={self.group_port}")
+        if self.group_port == self.port:
+            raise ConfigError(
+                f"group_port must differ from the port of base_url, got group_port={self.group_port} "
+                f"base_url={self.base_url!r}"
+            )
+
+    @property
+    def host(self) -> str:
+        """Host name or address."""
+        return urlsplit(self.base_url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """HTTP port, the scheme's own when none is written."""
+        parts = urlsplit(self.base_url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingConfig:
+    temperature: float = 0.01
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling; 0.95 is a good value, 1 turns it off."""
+    top_k: int = -1
+    """Tokens that may be sampled; -1 means all."""
+    max_new_tokens: int = 1024
+    """Tokens that an answer may have before it counts as truncated."""
+    repetition_penalty: float = 1.0
+    """Above 1 discourages what was said before; 1 turns it off."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("temperature", self.temperature, 0)
+        rules.above_zero("top_p", self.top_p, 1, "1 turns nucleus sampling off")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got top_k={self.top_k}")
+        rules.at_least("max_new_tokens", self.max_new_tokens, 1)
+        rules.above_zero("repetition_penalty", self.repetition_penalty)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    mode: SyncMode = SyncMode.FULL
+    """Weights go in full; no other mode exists."""
+    timeout_s: float = 300.0
+    """Deadline of a whole round on one server; a gloo group's own timeout is shorter."""
+    on_pending: OnPending = OnPending.WAIT
+    """Wait for running rollouts, or abort them where the server can."""
+    proof: Proof = Proof.AUTO
+    """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
+    bucket_mib: int = 512
+    """Weights sent in one message at most, MiB."""
+    backoff_steps: int = 4
+    """Optimizer steps before the first retry with a suspect server that answers again; doubles each time."""
+    max_backoff_steps: int = 256
+    """Where the doubling ends."""
+
+    def __post_init__(self) -> None:
+        rules.deadline("timeout_s", self.timeout_s)
+        rules.at_least("bucket_mib", self.bucket_mib, 1)
+        rules.at_least("backoff_steps", self.backoff_steps, 1)
+        rules.at_least(
+            "max_backoff_steps", self.max_backoff_steps, self.backoff_steps, "it is backoff_steps's limit"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    servers: tuple[ServerConfig, ...] = ()
+    """The rollout servers; at least one when b_ratio is above 0."""
+    api_key_env: str = "SWIFT_ROLLOUT_API_KEY"
+    """Environment variable that holds the bearer token; unset means no token."""
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    max_inflight_per_server: int = 16
+    """Prompts that all ranks together may have running on one server."""
+    request_timeout_s: float = 240.0
+    """Deadline of one POST to ``/infer/``."""
+    start_timeout_s: float = 600.0
+    """How long a run waits at its start for every server to answer."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+
+    def __post_init__(self) -> None:
+        rules.not_blank("api_key_env", self.api_key_env)
+        rules.at_least("max_inflight_per_server", self.max_inflight_per_server, 1)
+        rules.deadline("request_timeout_s", self.request_timeout_s)
+        rules.deadline("start_timeout_s", self.start_timeout_s)
+        _refuse_twice("base_url", [server.base_url for server in self.servers])
+        _refuse_twice("group_port", [f"{server.host}:{server.group_port}" for server in self.servers])
+
+    def api_key(self) -> str | None:
+        """The bearer token from the environment, or None. It is never written to a file."""
+        return os.environ.get(self.api_key_env) or None
+
+
+def _check_base_url(base_url: str) -> None:
+    example = "write it like http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(base_url)
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"base_url must be a URL, got base_url={base_url!r} ({exc}); {example}") from exc
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(
+            f"base_url must be an http or https URL with a host, got base_url={base_url!r}; {example}"
+        )
+    if parts.path or parts.query or parts.fragment or parts.username or parts.password:
+        raise ConfigError(
+            f"base_url must hold scheme, host and port only, got base_url={base_url!r}; {example}"
+        )
+
+
+def _refuse_twice(name: str, values: Sequence[str]) -> None:
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    if repeated:
+        raise ConfigError(
+            f"every server needs a {name} of its own, got {name}={repeated[0]!r} more than once"
+        )

@@ -1,0 +1,183 @@
+"""The whole configuration: its sections, the rules between them, and the way in from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.config import rules
+from swift_stage2.config.binding import bind
+from swift_stage2.config.launch import LaunchConfig
+from swift_stage2.config.rollout import RolloutConfig
+from swift_stage2.config.stage2_ab import Stage2AbConfig
+from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
+from swift_stage2.config.yaml_text import read_yaml, write_yaml
+from swift_stage2.errors import ConfigError
+
+# Keys of configurations from before this package, wherever they stand, and what says the same now.
+RETIRED_ANYWHERE = {"rollout_buffer": "stage2_ab.channel_b.prefetch"}
+RETIRED_AT_TOP = {
+    "temperature": "rollout.decoding.temperature",
+    "top_p": "rollout.decoding.top_p",
+    "top_k": "rollout.decoding.top_k",
+    "max_new_tokens": "rollout.decoding.max_new_tokens",
+    "repetition_penalty": "rollout.decoding.repetition_penalty",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    tensorboard: bool = True
+    """Metrics as TensorBoard tags, through ms-swift's own logging steps."""
+    audit: bool = True
+    """Per-rank events as JSON lines in the run directory."""
+    trace: bool = False
+    """Spans of every stage as a trace file; for finding out where time goes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage2Config:
+    swift: Mapping[str, Any] = field(default_factory=dict)
+    """ms-swift's own training arguments, passed through unchanged."""
+    stage2_ab: Stage2AbConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    control_timeout_s: float = 1800.0
+    """Deadline of every decision that the ranks take together: longer than a round plus the longest save."""
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        rules.deadline("control_timeout_s", self.control_timeout_s)
+        self._check_control_timeout()
+        self._check_launch()
+        if self.b_enabled:
+            self._check_servers()
+            refuse_unsupported(self.swift)
+        if self.gradient_accumulation_steps is not None:
+            self.check_accumulation(self.gradient_accumulation_steps)
+
+    @property
+    def b_enabled(self) -> bool:
+        """Whether channel B exists at all."""
+        return self.stage2_ab.schedule.b_ratio > 0
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """As written under ``swift``; None leaves it to ms-swift, whose default depends on the world size."""
+        value = self.swift.get("gradient_accumulation_steps")
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                "swift.gradient_accumulation_steps must be an integer of at least 1, "
+                f"got gradient_accumulation_steps={value!r}"
+            )
+        return value
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Settings that work but waste something, each with the recommended value."""
+        if not self.b_enabled or self.gradient_accumulation_steps is None:
+            return ()
+        useful = self.useful_queue_limit(self.gradient_accumulation_steps)
+        limit = self.stage2_ab.channel_b.prefetch.queue_limit
+        if limit <= useful:
+            return ()
+        return (
+            f"queue_limit={limit} is more than the {useful} packs that can be trained before they expire; "
+            f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
+        )
+
+    def useful_queue_limit(self, gradient_accumulation_steps: int) -> int:
+        """Packs that the schedule can consume within the version window; more would expire unused."""
+        prefetch = self.stage2_ab.channel_b.prefetch
+        steps_in_window = (prefetch.version_window + 1) * prefetch.sync_every_steps
+        wanted = math.ceil(steps_in_window * self.stage2_ab.schedule.exact_b_ratio)
+        return gradient_accumulation_steps * max(1, wanted)
+
+    def check_accumulation(self, gradient_accumulation_steps: int) -> None:
+        """Refuses a queue that can never hold one step's packs. The trainer calls it with ms-swift's own value.
+
+        Raises:
+            ConfigError: queue_limit or prefetch_target_packs is under ``gradient_accumulation_steps``.
+        """
+        if not self.b_enabled:
+            return
+        prefetch = self.stage2_ab.channel_b.prefetch
+        for name in ("prefetch_target_packs", "queue_limit"):
+            value = getattr(prefetch, name)
+            if value < gradient_accumulation_steps:
+                raise ConfigError(
+                    f"B could never run: a step trains gradient_accumulation_steps={gradient_accumulation_steps} packs, "
+                    f"got {name}={value}; write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more"
+                )
+
+    def swift_arguments(self) -> list[str]:
+        """The section ``swift`` as argv for ms-swift's parser."""
+        return as_argv(self.swift)
+
+    def to_yaml(self) -> str:
+        """Every setting, defaults included, as YAML that ``load_config`` reads back to an equal object."""
+        return write_yaml(_plain(asdict(self)))
+
+    def _check_control_timeout(self) -> None:
+        sync_s, request_s = self.rollout.sync.timeout_s, self.rollout.request_timeout_s
+        if self.b_enabled and self.control_timeout_s < sync_s + request_s:
+            raise ConfigError(
+                "control_timeout_s must be at least rollout.sync.timeout_s + rollout.request_timeout_s, got "
+                f"control_timeout_s={self.control_timeout_s:g} < {sync_s:g} + {request_s:g}; "
+                f"write control_timeout_s: {sync_s + request_s:g} or more, plus the longest save"
+            )
+
+    def _check_servers(self) -> None:
+        if not self.rollout.servers:
+            raise ConfigError(
+                f"rollout.servers must name at least one server when b_ratio={self.stage2_ab.schedule.b_ratio:g} is "
+                "above 0, got none; add {base_url: ..., group_port: ...}, or write b_ratio: 0"
+            )
+
+    def _check_launch(self) -> None:
+        started, named = len(self.launch.servers), len(self.rollout.servers)
+        if started and started != named:
+            raise ConfigError(
+                "launch.servers must be empty or have one entry for each of rollout.servers, got "
+                f"{started} launch.servers and {named} rollout.servers"
+            )
+
+
+def load_config(path: str | PathLike[str]) -> Stage2Config:
+    """Reads and checks a configuration file.
+
+    Raises:
+        ConfigError: one line that names the file, the place, the value and the remedy.
+    """
+    file = Path(path)
+    data = read_yaml(file)
+    try:
+        _refuse_retired(data)
+        return bind(Stage2Config, data)
+    except ConfigError as exc:
+        raise ConfigError(f"{file}: {exc}") from exc
+
+
+def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
+    for key, value in data.items():
+        replacement = RETIRED_ANYWHERE.get(key) or (None if place else RETIRED_AT_TOP.get(key))
+        if replacement is not None:
+            raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
+        if isinstance(value, Mapping) and f"{place}{key}" != "swift":
+            _refuse_retired(value, f"{place}{key}.")
+
+
+def _plain(value: Any) -> Any:
+    """Frozen records into what YAML writes: enums as text, tuples as lists."""
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,187 @@
+"""Section ``stage2_ab``: when channel B is wanted, what it may train on, and how much is kept ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+
+from swift_stage2.config import rules
+from swift_stage2.errors import ConfigError
+
+
+class StarvationAction(StrEnum):
+    """What happens when channel B runs far less than the schedule wants."""
+
+    WARN = "warn"
+    FAIL = "fail"
+    OFF = "off"
+
+
+class OnPipelineFailure(StrEnum):
+    """What all ranks do when a background pipeline dies on one of them."""
+
+    RAISE = "raise"
+    CONTINUE_A = "continue_a"
+
+
+class Dialect(StrEnum):
+    """How the model writes objects."""
+
+    OBJECT_LIST = "object_list"
+    OBJECT_MAP = "object_map"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    b_ratio: float = field(
+        metadata={"allowed": "the share of steps that want channel B, 0..1; 0 turns it off"}
+    )
+    """Share of optimizer steps that want channel B, 0..1; 0 means that nothing of channel B exists."""
+
+    def __post_init__(self) -> None:
+        rules.in_unit_range(
+            "b_ratio", self.b_ratio, "write the share of steps that want channel B; 0 turns it off"
+        )
+
+    @property
+    def exact_b_ratio(self) -> Fraction:
+        """The decimal as it was written: 0.3 is 3/10, not the nearest binary number."""
+        return Fraction(repr(self.b_ratio))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarvationConfig:
+    action: StarvationAction = StarvationAction.WARN
+    """What to do when the realised ratio stays under half of b_ratio."""
+    grace_steps: int = 200
+    """For how many optimizer steps it may stay there first."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("grace_steps", self.grace_steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchConfig:
+    queue_limit: int = 8
+    """Ready packs that a rank keeps at most; the oldest goes when one more arrives."""
+    version_window: int = 2
+    """A pack is fresh while it is at most this many versions old."""
+    sync_every_steps: int = 4
+    """Optimizer steps from one commit of weights to the next sync round."""
+    prefetch_target_packs: int = 4
+    """Packs, ready or in the making, that the producer aims at."""
+    min_ready_tokens: int = 0
+    """Supervised tokens that a reservation must hold besides its packs; 0 asks for none."""
+    redraw_dropped: bool = True
+    """Whether the samples of a dropped pack return to the stream for a new rollout."""
+    max_attempts: int = 3
+    """Rollouts of one sample before it is quarantined as too slow."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("queue_limit", self.queue_limit, 1)
+        rules.at_least("version_window", self.version_window, 0)
+        rules.at_least("sync_every_steps", self.sync_every_steps, 1)
+        rules.at_least("prefetch_target_packs", self.prefetch_target_packs, 1)
+        rules.at_least("min_ready_tokens", self.min_ready_tokens, 0)
+        rules.at_least("max_attempts", self.max_attempts, 1)
+        if self.prefetch_target_packs > self.queue_limit:
+            raise ConfigError(
+                "prefetch_target_packs must be at most queue_limit, got "
+                f"prefetch_target_packs={self.prefetch_target_packs} queue_limit={self.queue_limit}; "
+                f"write queue_limit: {self.prefetch_target_packs} or more"
+            )
+        if self.version_window == 0 and self.sync_every_steps == 1:
+            raise ConfigError(
+                "version_window 0 needs sync_every_steps of at least 2, got version_window=0 sync_every_steps=1; "
+                "a round precedes every reservation, so no pack would ever be fresh: write version_window: 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    packing_length: int = 4096
+    """Tokens that one pack holds at most; a longer sample is quarantined, never cut."""
+    packing_min_fill_ratio: float = 0.65
+    """A pack filled less than this waits for more, unless the queue is starving."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("packing_length", self.packing_length, 1)
+        rules.in_unit_range("packing_min_fill_ratio", self.packing_min_fill_ratio)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatchingConfig:
+    iou_threshold: float = 0.3
+    """Pairs with less intersection over union are infeasible."""
+    top_k: int = 10
+    """Ground-truth candidates that each prediction keeps."""
+    unmatched_prediction_cost: float = 1.0
+    """Cost of a prediction without a partner; a pair costs 1 - IoU."""
+    unmatched_ground_truth_cost: float = 1.0
+    """Cost of a ground-truth object without a partner."""
+    same_label: bool = False
+    """Whether only objects of one label may be paired."""
+
+    def __post_init__(self) -> None:
+        rules.in_unit_range("iou_threshold", self.iou_threshold)
+        rules.at_least("top_k", self.top_k, 1, "each prediction needs at least one candidate")
+        rules.at_least("unmatched_prediction_cost", self.unmatched_prediction_cost, 0)
+        rules.at_least("unmatched_ground_truth_cost", self.unmatched_ground_truth_cost, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetWeights:
+    """Loss weight of every token of a target, by the group it belongs to."""
+
+    structure: float = 1.0
+    """Brackets, quotes, keys and separators."""
+    matched_label: float = 1.0
+    """Labels of objects that the model predicted."""
+    missed_label: float = 1.0
+    """Labels of objects that nobody predicted."""
+    matched_coordinates: float = 1.0
+    """Coordinates of objects that the model predicted."""
+    missed_coordinates: float = 1.0
+    """Coordinates of objects that nobody predicted."""
+    closure: float = 1.0
+    """The closing of the outermost container and the end of turn."""
+
+    def __post_init__(self) -> None:
+        weights = {name: getattr(self, name) for name in self.__slots__}
+        for name, value in weights.items():
+            rules.at_least(name, value, 0)
+        if not any(weights.values()):
+            raise ConfigError(
+                "at least one target weight must be above 0, got 0 for all; nothing would be trained"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    dialect: Dialect = Dialect.OBJECT_LIST
+    """Answer format; it must be the one that channel A's data set uses."""
+    weights: TargetWeights = field(default_factory=TargetWeights)
+    """Loss weights by token group, all 1 by default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelBConfig:
+    on_pipeline_failure: OnPipelineFailure = OnPipelineFailure.RAISE
+    """Whether a dead pipeline ends the run on all ranks or leaves channel A alone."""
+    max_truncated_ratio: float = 0.3
+    """Channel B pauses while a larger share of recent rollouts was cut off by max_new_tokens."""
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    matching: MatchingConfig = field(default_factory=MatchingConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def __post_init__(self) -> None:
+        rules.in_unit_range("max_truncated_ratio", self.max_truncated_ratio)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage2AbConfig:
+    schedule: ScheduleConfig
+    starvation: StarvationConfig = field(default_factory=StarvationConfig)
+    channel_b: ChannelBConfig = field(default_factory=ChannelBConfig)

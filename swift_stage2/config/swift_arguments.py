@@ -1,0 +1,92 @@
+"""Section ``swift``: what may not be combined with channel B, and the argv for ms-swift's own parser.
+
+The arguments themselves are ms-swift's and pass through unchanged; their names and values are checked
+by its parser when training starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_stage2.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """One ms-swift argument whose value channel B cannot live with."""
+
+    key: str
+    refused: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+def _is_on(value: Any) -> bool:
+    return value not in (None, False, 0, "", "false", "False", "none", "no")
+
+
+def _other_than(*allowed: object) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value not in allowed
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+UNSUPPORTED = (
+    Unsupported("task_type", _other_than("causal_lm"), "targets are token sequences", "use causal_lm"),
+    Unsupported("tuner_type", _other_than("full", "lora"), "servers take full or merged LoRA weights only", "use lora or full"),
+    Unsupported("packing", _is_on, "rows of the data set must stay single samples; channel B packs by itself", "remove it"),
+    Unsupported("padding_free", _is_on, "the template would be shared between two batch layouts", "remove it"),
+    Unsupported("streaming", _is_on, "sharding and exact resume need a data set of known length", "remove it"),
+    Unsupported("cached_dataset", _is_on, "a pre-tokenised data set holds no objects to match against", "use dataset"),
+    Unsupported("sequence_parallel_size", _above_one, "a pack is trained by one rank", "use 1"),
+    Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner", "remove it"),
+    Unsupported("truncation_strategy", _other_than("delete"), "a cut answer is a wrong target", "use delete"),
+    Unsupported("auto_find_batch_size", _is_on, "the plan of a step would change while it runs", "remove it"),
+    Unsupported("average_tokens_across_devices", lambda value: value is False, "the loss is a mean over the tokens of all ranks", "remove it"),
+    Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token", "remove it"),
+    Unsupported("quant_bits", _is_on, "quantised weights cannot be sent in full", "remove it"),
+    Unsupported("quant_method", _is_on, "quantised weights cannot be sent in full", "remove it"),
+    Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send", "remove it"),
+    Unsupported("fsdp", _is_on, "the weight export gathers DDP and ZeRO parameters only", "use deepspeed or plain DDP"),
+    Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
+)  # fmt: skip
+
+
+def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Refuses the first argument of the table above that is set to a refused value.
+
+    Raises:
+        ConfigError: names key, value, reason and remedy.
+    """
+    for rule in UNSUPPORTED:
+        if rule.key in arguments and rule.refused(arguments[rule.key]):
+            raise ConfigError(
+                f"swift.{rule.key} is not supported with channel B ({rule.reason}), "
+                f"got {rule.key}={arguments[rule.key]!r}; {rule.remedy}, or write b_ratio: 0"
+            )
+
+
+def as_argv(arguments: Mapping[str, Any]) -> list[str]:
+    """``{"a": 1, "b": [2, 3], "c": None}`` becomes ``["--a", "1", "--b", "2", "3"]``.
+
+    Lists expand, booleans become ``true`` or ``false``, mappings become JSON, None is left out.
+    """
+    argv: list[str] = []
+    for name, value in arguments.items():
+        if value is not None:
+            values = value if isinstance(value, list | tuple) else [value]
+            argv += [f"--{name}", *(_as_word(item) for item in values)]
+    return argv
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return str(value)

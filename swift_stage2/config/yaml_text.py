@@ -1,0 +1,89 @@
+"""A YAML file into plain Python values, and plain values back into YAML.
+
+Scalars follow YAML 1.2 (``1e-5`` is a number; ``off``, ``no`` and dates are text); PyYAML's own rules
+are those of 1.1. A key written twice is refused. Called by ``Stage2Config`` only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swift_stage2.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the core schema of YAML 1.2 and without repeated keys."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name and type
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: a key must be text, got key={key!r}; put it in quotes")
+            if key in seen:
+                raise ConfigError(
+                    f"line {line}: a key may be written once, got {key!r} also on line {seen[key]}"
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else."""
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node), 10)  # PyYAML would read 010 as octal
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _first_characters = [character if character != "\0" else "" for character in _first]
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first_characters
+        )
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping at the top of a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, no YAML, or no mapping; a key is repeated or no text.
+    """
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except FileNotFoundError as exc:
+        raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: the file must be readable UTF-8 text: {exc}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path}: the file must be valid YAML: {' '.join(str(exc).split())}") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+    if not isinstance(data, dict):
+        kind = "an empty file" if data is None else type(data).__name__
+        raise ConfigError(f"{path}: the file must hold a mapping with the section stage2_ab, got {kind}")
+    return data
+
+
+def write_yaml(data: dict[str, Any]) -> str:
+    """``data`` as YAML that ``read_yaml`` reads back equal."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
