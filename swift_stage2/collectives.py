@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -101,14 +101,22 @@ class WeightGroup:
     """A two-member gloo group that carries weights from the learner (rank 1) to one server (rank 0).
 
     The server listens on ``host:port``; the learner connects. Every transfer has a deadline and raises
-    ``RuntimeError`` when the peer is lost. A group serves one sync round and is then closed.
+    ``RuntimeError`` when the peer is lost. A group serves one sync round and is then closed. The server
+    hears through ``on_listening`` that learners can connect, before it waits for one.
     """
 
     SERVER_RANK = 0
     LEARNER_RANK = 1
     _SIZE = 2
 
-    def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        port: int,
+        timeout_s: float,
+        on_listening: Callable[[], None] | None = None,
+    ) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if rank == self.SERVER_RANK:
             # A store given a port alone would listen on every interface.
@@ -116,6 +124,8 @@ class WeightGroup:
                 host, port, self._SIZE, True, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=_listen(host, port),
             )  # fmt: skip
+            if on_listening is not None:
+                on_listening()
         else:
             store = dist.TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
         options = dist.ProcessGroupGloo._Options()

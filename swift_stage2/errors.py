@@ -19,6 +19,9 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── ServerFault               one rollout server failed in a sync round; it becomes suspect
     ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
     ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
+    ├── RoundRefused              our server will not do this now; nothing was changed
+    ├── RoundFailed               a push did not arrive whole or could not be loaded
+    ├── EngineUnavailable         our server's engine is loading, broken or shut down
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
 """
@@ -88,6 +91,22 @@ class WeightSyncError(Stage2Error):
 
 class WeightSyncHang(Stage2Error):
     """A push did not return by its deadline. It cannot be taken back: every rank exits with 70."""
+
+
+class RoundRefused(Stage2Error):
+    """Our server will not do this in its present state; ``reason`` is the wire's ``RefusalReason``."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RoundFailed(Stage2Error):
+    """A round's weights did not all arrive, or could not be loaded; the message names the cause."""
+
+
+class EngineUnavailable(Stage2Error):
+    """Our server's engine cannot answer: still loading, broken, or shut down."""
 
 
 class PipelineFailed(Stage2Error):

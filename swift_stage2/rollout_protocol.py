@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from swift_stage2.errors import ProtocolError
@@ -36,6 +37,17 @@ ABORT = "/stage2/abort/"
 
 # A round's own requests carry its id; our server refuses any other /infer/ while a round is open.
 ROUND_HEADER = "X-Stage2-Round"
+
+
+class RefusalReason(StrEnum):
+    """Why our server answers 409: the ``reason`` beside ``detail`` in the body. Nothing was changed."""
+
+    BUSY = "busy"  # completions are in the making; ask again when they have ended
+    ROUND_OPEN = "round_open"  # another round holds the server, or /infer/ came without its id
+    NO_ROUND = "no_round"  # the round named is not the open one, or none is open
+    MANIFEST_DIFFERS = "manifest_differs"  # names, shapes or dtypes are not the model's own
+    WRONG_ORDER = "wrong_order"  # the step belongs elsewhere in a round
+    UNPROVEN = "unproven"  # the model holds weights that nobody vouches for; only a round helps
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,7 @@ class RoundRequest:
     run_id: str
     version: int  # the version that the server will hold once the round is proven
     manifest: tuple[TensorSpec, ...]
+    timeout_s: float = 300.0  # the server forgets the round this long after it began
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,7 +133,25 @@ class RoundRequest:
             "run_id": self.run_id,
             "version": self.version,
             "manifest": [spec.to_json() for spec in self.manifest],
+            "timeout_s": self.timeout_s,
         }
+
+    @classmethod
+    def from_json(cls, data: Any) -> RoundRequest:
+        record = _mapping(data, "round request")
+        manifest = record.get("manifest")
+        if not isinstance(manifest, list):
+            raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
+        timeout_s = record.get("timeout_s", 300.0)
+        if not isinstance(timeout_s, (int, float)) or not math.isfinite(timeout_s) or timeout_s <= 0:
+            raise ProtocolError(f"timeout_s must be a positive number of seconds, got timeout_s={timeout_s!r}")
+        return cls(
+            round_id=_text(record, "round_id"),
+            run_id=_text(record, "run_id"),
+            version=_integer(record.get("version"), "version"),
+            manifest=tuple(TensorSpec.from_json(item) for item in manifest),
+            timeout_s=float(timeout_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
