@@ -99,7 +99,7 @@ class Stage2Config:
         return gradient_accumulation_steps * max(1, wanted)
 
     def check_accumulation(self, gradient_accumulation_steps: int) -> None:
-        """Refuses a queue that can never hold one step's packs. The trainer calls it with ms-swift's own value.
+        """Refuses a queue that cannot hold one step's packs; the trainer calls it with ms-swift's own value.
 
         Raises:
             ConfigError: queue_limit or prefetch_target_packs is under ``gradient_accumulation_steps``.
@@ -111,8 +111,9 @@ class Stage2Config:
             value = getattr(prefetch, name)
             if value < gradient_accumulation_steps:
                 raise ConfigError(
-                    f"B could never run: a step trains gradient_accumulation_steps={gradient_accumulation_steps} packs, "
-                    f"got {name}={value}; write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more"
+                    "B could never run: a step trains "
+                    f"gradient_accumulation_steps={gradient_accumulation_steps} packs, got {name}={value}; "
+                    f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more"
                 )
 
     def swift_arguments(self) -> list[str]:
@@ -135,8 +136,8 @@ class Stage2Config:
     def _check_servers(self) -> None:
         if not self.rollout.servers:
             raise ConfigError(
-                f"rollout.servers must name at least one server when b_ratio={self.stage2_ab.schedule.b_ratio:g} is "
-                "above 0, got none; add {base_url: ..., group_port: ...}, or write b_ratio: 0"
+                "rollout.servers must name at least one server when b_ratio is above 0, got none and "
+                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; add {base_url: ..., group_port: ...}, or write b_ratio: 0"
             )
 
     def _check_launch(self) -> None:

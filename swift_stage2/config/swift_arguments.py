@@ -28,6 +28,10 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False, 0, "", "false", "False", "none", "no")
 
 
+def _is_off(value: Any) -> bool:
+    return value is not None and not _is_on(value)
+
+
 def _other_than(*allowed: object) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in allowed
 
@@ -36,25 +40,33 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
+_KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
+_FULL_WEIGHTS = "servers take full or merged LoRA weights only"
+_QUANTISED = "quantised weights cannot be sent in full"
+
 UNSUPPORTED = (
     Unsupported("task_type", _other_than("causal_lm"), "targets are token sequences", "use causal_lm"),
-    Unsupported("tuner_type", _other_than("full", "lora"), "servers take full or merged LoRA weights only", "use lora or full"),
-    Unsupported("packing", _is_on, "rows of the data set must stay single samples; channel B packs by itself", "remove it"),
-    Unsupported("padding_free", _is_on, "the template would be shared between two batch layouts", "remove it"),
-    Unsupported("streaming", _is_on, "sharding and exact resume need a data set of known length", "remove it"),
-    Unsupported("cached_dataset", _is_on, "a pre-tokenised data set holds no objects to match against", "use dataset"),
+    Unsupported("tuner_type", _other_than("full", "lora"), _FULL_WEIGHTS, "use full or lora"),
+    Unsupported("packing", _is_on, _KEEP_ROWS, "remove it"),
+    Unsupported("padding_free", _is_on, _KEEP_ROWS, "remove it"),
+    Unsupported(
+        "streaming", _is_on, "sharding and exact resume need a data set of known length", "remove it"
+    ),
+    Unsupported("cached_dataset", _is_on, "it holds no objects to match against", "use dataset"),
     Unsupported("sequence_parallel_size", _above_one, "a pack is trained by one rank", "use 1"),
     Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner", "remove it"),
     Unsupported("truncation_strategy", _other_than("delete"), "a cut answer is a wrong target", "use delete"),
-    Unsupported("auto_find_batch_size", _is_on, "the plan of a step would change while it runs", "remove it"),
-    Unsupported("average_tokens_across_devices", lambda value: value is False, "the loss is a mean over the tokens of all ranks", "remove it"),
+    Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs", "remove it"),
+    Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks", "remove it"),
     Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token", "remove it"),
-    Unsupported("quant_bits", _is_on, "quantised weights cannot be sent in full", "remove it"),
-    Unsupported("quant_method", _is_on, "quantised weights cannot be sent in full", "remove it"),
+    Unsupported("quant_bits", _is_on, _QUANTISED, "remove it"),
+    Unsupported("quant_method", _is_on, _QUANTISED, "remove it"),
     Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send", "remove it"),
-    Unsupported("fsdp", _is_on, "the weight export gathers DDP and ZeRO parameters only", "use deepspeed or plain DDP"),
+    Unsupported(
+        "fsdp", _is_on, "the weight export gathers DDP and ZeRO parameters only", "use deepspeed or DDP"
+    ),
     Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
-)  # fmt: skip
+)
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:

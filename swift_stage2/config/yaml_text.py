@@ -19,7 +19,7 @@ from swift_stage2.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the core schema of YAML 1.2 and without repeated keys."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name and type
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
@@ -69,7 +69,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, no YAML, or no mapping; a key is repeated or no text.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - _Loader is a SafeLoader
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError as exc:
         raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
     except (OSError, UnicodeDecodeError) as exc:
