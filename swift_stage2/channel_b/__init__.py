@@ -1,1 +1,14 @@
+"""The background half: what the model says becomes what the model is trained on.
 
+    learner ──StepView──────────────────────────────┐
+                                                    ▼
+    sample_source ─► encoding ─► rollout_client ─► task ──────────► encoding ─► packing ─► ready_queue ─► learner
+      draw           request     POST /infer/      parsing            segment    select     reserve
+        ▲                        (fence ticket)    matching           collate    pack       take │ release
+        │                                          targets                                       │
+        └────── returned, stale or overflowed samples, asked again before any new one ◄──────────┘
+
+``records.py`` holds everything that flows, in flow order; ``pipeline.py`` is the only file that knows this
+order. The pipeline's thread owns client, encoder, task and segments; source and queue are shared with the
+main thread and lock for themselves.
+"""

@@ -1,0 +1,308 @@
+"""Runs channel B's stages on one background thread per rank: sample → rollout → target → segment → pack → queue.
+
+The only file that knows the order of the stages. It issues no collective; what it may do follows from the
+``StepView`` that the learner publishes, and what went wrong is an attribute that the learner reads. Every
+sample drawn ends trained, quarantined, or back in the source.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.packing import decide_pack
+from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
+from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import Task
+from swift_stage2.errors import FenceShutDown, QueueClosed, SampleError
+from swift_stage2.scheduling.pacing import Pacer, PacingState
+from swift_stage2.scheduling.truncation_guard import TruncationGuard
+from swift_stage2.scheduling.version_clock import VersionClock
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SLICE_S = 0.2
+_SMOOTHING = 0.3  # weight of the newest measurement in a moving average
+
+
+class QuarantineReason:
+    """Prefixes of quarantine messages, so that the audit can be grouped."""
+
+    SAMPLE = "bad_sample"
+    ROLLOUT = "poisonous_request"
+    TOO_SLOW = "too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What the learner tells the pipeline at the start of every step. Times are ``time.monotonic`` seconds."""
+
+    step: int
+    started_s: float
+    step_seconds: float | None
+    last_commit_step: int
+    round_pending: bool
+    slowest_production_steps: float
+    missed_in_a_row: int
+    max_prompts: int
+    paused: bool
+
+
+class PipelineEvents(Protocol):
+    """Where the pipeline reports what happened; implemented by the telemetry side."""
+
+    def batch(self, outcome: BatchOutcome, seconds: float) -> None: ...
+
+    def segment(self, segment: Segment, seconds: float) -> None: ...
+
+    def pack(self, pack: Pack, seconds: float) -> None: ...
+
+    def dropped(self, pack: Pack, reason: str) -> None: ...
+
+    def stale_segment(self, segment: Segment) -> None: ...
+
+    def quarantined(self, key: SampleKey, reason: str, message: str) -> None: ...
+
+
+class Pipeline:
+    """One rank's channel-B producer. ``start`` and ``stop`` bound its thread's life."""
+
+    def __init__(
+        self,
+        *,
+        source: SampleSource,
+        client: RolloutClient,
+        encoder: Encoder,
+        task: Task,
+        queue: ReadyQueue[Pack],
+        clock: VersionClock,
+        pacer: Pacer,
+        guard: TruncationGuard,
+        events: PipelineEvents,
+        packing_length: int,
+        packing_min_fill_ratio: float,
+        redraw_dropped: bool,
+        max_attempts: int,
+        version_window: int,
+    ) -> None:
+        self._source = source
+        self._client = client
+        self._encoder = encoder
+        self._task = task
+        self._queue = queue
+        self._clock = clock
+        self._pacer = pacer
+        self._guard = guard
+        self._events = events
+        self._packing_length = packing_length
+        self._packing_min_fill_ratio = packing_min_fill_ratio
+        self._redraw_dropped = redraw_dropped
+        self._max_attempts = max_attempts
+        self._version_window = version_window
+        self._segments: list[Segment] = []
+        self._view: StepView | None = None
+        self._last_version_asked = -1
+        self._production_seconds: float | None = None
+        self._segments_per_pack = 1.0
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
+        self.failure: BaseException | None = None
+        self.last_progress_s = time.monotonic()
+
+    def start(self) -> None:
+        """Starts the thread; it idles until the first ``observe``."""
+        self._thread.start()
+
+    def observe(self, view: StepView) -> None:
+        """Publishes a new step to the thread; called by the learner, never blocks."""
+        self._view = view
+        self._wake.set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Asks the thread to end and waits for it; True iff it ended."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def stop_requested(self) -> threading.Event:
+        """Set once the pipeline is to end; the client watches it while it waits for a ticket."""
+        return self._stop
+
+    @property
+    def production_steps(self) -> float:
+        """How long one production takes, in steps; 0 before the first."""
+        view = self._view
+        if self._production_seconds is None or view is None or not view.step_seconds:
+            return 0.0
+        return self._production_seconds / view.step_seconds
+
+    def on_drop(self, pack: Pack, reason: DropReason) -> None:
+        """What becomes of a pack that the queue dropped: its samples return for a new rollout."""
+        self._events.dropped(pack, reason)
+        self._return_for_redraw(pack.keys)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if not self._work_once():
+                    self._wake.wait(_IDLE_SLICE_S)
+                    self._wake.clear()
+        except (FenceShutDown, QueueClosed):
+            return  # the owner is shutting down
+        except BaseException as error:  # top of the thread: the learner turns it into a decision of all ranks
+            self.failure = error
+            logger.exception("channel B's pipeline failed")
+
+    def _work_once(self) -> bool:
+        view = self._view
+        if view is None or (view.paused and self._last_version_asked == self._clock.current):
+            return False
+        decision = self._pacer.decide(self._state(view))
+        if decision.num_packs == 0 or view.max_prompts == 0:
+            return False
+        wanted = math.ceil(decision.num_packs * self._segments_per_pack) - len(self._segments)
+        self._produce(max(1, min(wanted, view.max_prompts)))
+        return True
+
+    def _state(self, view: StepView) -> PacingState:
+        elapsed_s = time.monotonic() - view.started_s
+        progress = min(0.999, elapsed_s / view.step_seconds) if view.step_seconds else 0.0
+        return PacingState(
+            step=view.step,
+            progress=progress,
+            current_version=self._clock.current,
+            last_commit_step=view.last_commit_step,
+            round_pending=view.round_pending,
+            ready_versions=self._queue.peek_versions(),
+            production_steps=self.production_steps or None,
+            slowest_production_steps=view.slowest_production_steps,
+            packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
+            missed_in_a_row=view.missed_in_a_row,
+        )
+
+    def _produce(self, num_samples: int) -> None:
+        samples, requests = [], []
+        for drawn in self._source.draw(num_samples):
+            try:
+                if drawn.sample is None:
+                    raise drawn.error or SampleError("the row cannot be read")
+                requests.append(self._encoder.request(drawn.sample))
+                samples.append(drawn.sample)
+            except SampleError as error:
+                self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
+        if not samples:
+            return
+        self._last_version_asked = self._clock.current
+        started = time.monotonic()
+        outcome = self._client.generate(samples, requests)
+        self._events.batch(outcome, time.monotonic() - started)
+        self._source.give_back([sample.key for sample in outcome.returned], count_attempt=False)
+        for sample, message in outcome.quarantined:
+            self._quarantine(sample.key, QuarantineReason.ROLLOUT, message)
+        prepared_from = time.monotonic()
+        for rollout in outcome.rollouts:
+            self._prepare(rollout)
+        self._pack_what_is_ready()
+        if outcome.rollouts:
+            # Waiting for a ticket is no part of a production: the pacer knows about rounds by itself.
+            slowest = max(rollout.seconds for rollout in outcome.rollouts)
+            self._measure(slowest + time.monotonic() - prepared_from)
+
+    def _prepare(self, rollout: Rollout) -> None:
+        started = time.monotonic()
+        self._guard.observe(rollout.truncated)
+        sample: Sample = rollout.sample
+        try:
+            prompt = self._encoder.encode_prompt(sample)
+            target = self._task.correct(rollout, sample.labels, prompt.boxes, self._encoder.tokenise)
+            segment = self._encoder.encode_segment(
+                rollout,
+                prompt,
+                target,
+                closing_weight=self._task.closing_weight,
+                sample_id=f"{sample.key.epoch}:{sample.key.position}:{sample.key.index}",
+            )
+        except SampleError as error:
+            self._quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
+            return
+        self._segments.append(segment)
+        self.last_progress_s = time.monotonic()
+        self._events.segment(segment, time.monotonic() - started)
+
+    def _pack_what_is_ready(self) -> None:
+        while not self._stop.is_set():
+            self._drop_stale_segments()
+            if not self._segments:
+                return
+            view = self._view
+            chosen = decide_pack(
+                [segment.num_tokens for segment in self._segments],
+                self._packing_length,
+                self._packing_min_fill_ratio,
+                view is not None and self._pacer.is_starving(self._state(view)),
+            )
+            if chosen is None:
+                return
+            started = time.monotonic()
+            pack = self._collate([self._segments[index] for index in chosen])
+            self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
+            self._segments_per_pack += _SMOOTHING * (len(chosen) - self._segments_per_pack)
+            self._queue.offer(pack, current_version=self._clock.current)
+            self._events.pack(pack, time.monotonic() - started)
+
+    def _collate(self, segments: Sequence[Segment]) -> Pack:
+        return Pack(
+            pack_id=uuid.uuid4().hex,
+            version=min(segment.version for segment in segments),
+            batch=self._encoder.collate(segments),
+            keys=tuple(segment.key for segment in segments),
+            num_tokens=sum(segment.num_tokens for segment in segments),
+            num_supervised_tokens=sum(segment.num_supervised_tokens for segment in segments),
+            capacity_tokens=self._packing_length,
+            quality=tuple(segment.quality for segment in segments),
+        )
+
+    def _drop_stale_segments(self) -> None:
+        stale = [s for s in self._segments if not self._clock.is_fresh(s.version, self._version_window)]
+        if not stale:
+            return
+        self._segments = [s for s in self._segments if self._clock.is_fresh(s.version, self._version_window)]
+        for segment in stale:
+            self._events.stale_segment(segment)
+        self._return_for_redraw([segment.key for segment in stale])
+
+    def _return_for_redraw(self, keys: Sequence[SampleKey]) -> None:
+        again: list[SampleKey] = []
+        for key in keys:
+            if not self._redraw_dropped:
+                self._quarantine(key, QuarantineReason.TOO_SLOW, "its rollout went stale; redraw_dropped is false")
+            elif key.attempt + 1 >= self._max_attempts:
+                self._quarantine(
+                    key, QuarantineReason.TOO_SLOW, f"{self._max_attempts} rollouts went stale; max_attempts reached"
+                )
+            else:
+                again.append(key)
+        self._source.give_back(again, count_attempt=True)
+
+    def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:
+        self._source.settle([key])
+        self._events.quarantined(key, reason, message)
+
+    def _measure(self, seconds: float) -> None:
+        before = self._production_seconds
+        self._production_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
+
+

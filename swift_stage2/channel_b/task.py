@@ -1,0 +1,122 @@
+"""What is done with one rollout: parse, match, and write the corrected target. Detection is one task.
+
+A task is pure and owns no thread; the pipeline gives it the rollout, the ground truth in the template's
+coordinate space and the tokeniser. Another task may take this one's place through the ``Task`` Protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from swift_stage2.channel_b.matching import match_objects
+from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Target
+from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
+from swift_stage2.errors import ConfigError
+
+IntegerBox = tuple[int, int, int, int]
+Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+
+
+class Task(Protocol):
+    """Turns a rollout and its ground truth into the target that channel B trains on."""
+
+    @property
+    def closing_weight(self) -> float: ...
+
+    def correct(
+        self, rollout: Rollout, labels: Sequence[str], boxes: Sequence[IntegerBox], tokenise: Tokenise
+    ) -> Target: ...
+
+    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None: ...
+
+
+class DetectionTask:
+    """Objects as text with boxes, in one of the dialects of ``parsing``."""
+
+    def __init__(
+        self,
+        *,
+        dialect: str,
+        iou_threshold: float,
+        top_k: int,
+        unmatched_prediction_cost: float,
+        unmatched_ground_truth_cost: float,
+        same_label: bool,
+        weights: Mapping[TokenGroup, float],
+    ) -> None:
+        self._dialect = dialect
+        self._iou_threshold = iou_threshold
+        self._top_k = top_k
+        self._unmatched_prediction_cost = unmatched_prediction_cost
+        self._unmatched_ground_truth_cost = unmatched_ground_truth_cost
+        self._same_label = same_label
+        self._weights = dict(weights)
+
+    @property
+    def closing_weight(self) -> float:
+        """Weight of the template's end-of-turn tokens."""
+        return self._weights[TokenGroup.CLOSURE]
+
+    def correct(
+        self, rollout: Rollout, labels: Sequence[str], boxes: Sequence[IntegerBox], tokenise: Tokenise
+    ) -> Target:
+        """The ground truth in the order in which the model found it, then what it missed.
+
+        ``boxes`` and the rollout share one coordinate space. A rollout with no usable object gives the
+        ground truth in its own order.
+        """
+        parsed = parse_rollout(rollout.text, self._dialect)
+        match = match_objects(
+            [found.box for found in parsed.objects],
+            boxes,
+            iou_threshold=self._iou_threshold,
+            top_k=self._top_k,
+            unmatched_prediction_cost=self._unmatched_prediction_cost,
+            unmatched_ground_truth_cost=self._unmatched_ground_truth_cost,
+            allowed=_same_label(parsed, labels) if self._same_label else None,
+        )
+        order = order_ground_truth(match, len(boxes))
+        matched = {truth for _, truth in match.pairs}
+        rendered = render_target(
+            [(labels[truth], boxes[truth]) for truth in order],
+            [truth in matched for truth in order],
+            self._dialect,
+        )
+        token_ids, offsets = tokenise(rendered.text)
+        return Target(
+            text=rendered.text,
+            token_ids=token_ids,
+            weights=weigh_tokens(offsets, rendered.spans, self._weights),
+            quality=MatchQuality(
+                num_predictions=len(parsed.objects),
+                num_ground_truth=len(boxes),
+                num_pairs=len(match.pairs),
+                sum_iou=float(sum(match.ious)),
+                num_gated=match.gated,
+                num_truncated=int(rollout.truncated),
+                dropped=dict(parsed.dropped),
+            ),
+        )
+
+    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None:
+        """Refuses a dialect that is not the format of channel A's own answers.
+
+        Raises:
+            ConfigError: the answer does not parse, in this dialect, to exactly its ground truth.
+        """
+        parsed = parse_rollout(text, self._dialect)
+        if tuple((found.label, found.box) for found in parsed.objects) != tuple(objects) or parsed.dropped:
+            raise ConfigError(
+                "stage2_ab.channel_b.target.dialect must be the format of channel A's answers, got "
+                f"dialect={self._dialect} answer={text[:120]!r}; set the other dialect, mend the data set's answers"
+                " (placeholders <bbox> and <ref-object>), or set QWENVL_BBOX_FORMAT=new"
+            )
+
+
+def _same_label(parsed: ParsedRollout, labels: Sequence[str]) -> np.ndarray:
+    predicted = np.array([found.label for found in parsed.objects], dtype=object)
+    return np.equal.outer(predicted, np.array(labels, dtype=object)).astype(bool)
