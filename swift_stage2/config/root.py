@@ -137,7 +137,8 @@ class Stage2Config:
         if not self.rollout.servers:
             raise ConfigError(
                 "rollout.servers must name at least one server when b_ratio is above 0, got none and "
-                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; add {base_url: ..., group_port: ...}, or write b_ratio: 0"
+                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
+                "add {base_url: ..., group_port: ...}, or write b_ratio: 0"
             )
 
     def _check_launch(self) -> None:

@@ -19,8 +19,6 @@ from swift_stage2.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the core schema of YAML 1.2 and without repeated keys."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
         for key_node, _ in node.value:
@@ -44,6 +42,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(loader.construct_scalar(node), 10)  # PyYAML would read 010 as octal
 
 
+_Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1 go; the dumper keeps them and quotes by both rules
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
