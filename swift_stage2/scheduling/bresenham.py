@@ -1,0 +1,72 @@
+"""Turns a step number and ``b_ratio`` into "channel B is wanted here", as evenly as integers allow.
+
+B is wanted at step s iff floor((s+1)·r) > floor(s·r), with r the decimal fraction as written. A pure
+function of the step: resume continues it, and no step needs the steps before it.
+Called by the learner at every step start and by the pacer, which looks ahead.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+
+
+def wants_channel_b(step: int, b_ratio: float) -> bool:
+    """Say whether step ``step`` (0-based) is wanted on channel B.
+
+    The error-accumulation rule of Bresenham (1965), in closed form and in exact integers.
+
+    Raises:
+        ValueError: ``step`` is negative, or ``b_ratio`` is not a number in [0, 1].
+    """
+    ratio = _exact_ratio(b_ratio)
+    _require_non_negative("step", step)
+    return _floor_of(step + 1, ratio) > _floor_of(step, ratio)
+
+
+def next_wanted_step(step: int, b_ratio: float) -> int | None:
+    """Return the first step >= ``step`` that is wanted on channel B; None when ``b_ratio`` is 0.
+
+    Raises:
+        ValueError: as `wants_channel_b`.
+    """
+    ratio = _exact_ratio(b_ratio)
+    _require_non_negative("step", step)
+    if ratio == 0:
+        return None
+    wanted_before = _floor_of(step, ratio)
+    # The step after which the count first reaches wanted_before + 1, by a ceiling division.
+    return -(-(wanted_before + 1) * ratio.denominator // ratio.numerator) - 1
+
+
+def wanted_count(steps: int, b_ratio: float) -> int:
+    """Return how many of the steps 0 .. ``steps`` - 1 are wanted on channel B: floor(steps·r).
+
+    Raises:
+        ValueError: as `wants_channel_b`.
+    """
+    ratio = _exact_ratio(b_ratio)
+    _require_non_negative("steps", steps)
+    return _floor_of(steps, ratio)
+
+
+def _floor_of(steps: int, ratio: Fraction) -> int:
+    return steps * ratio.numerator // ratio.denominator
+
+
+# A float prints as the shortest decimal that reads back as itself, which is what was written in the YAML:
+# 0.3 is three tenths here, not the binary number next to it.
+@lru_cache(maxsize=64)
+def _exact_ratio(b_ratio: float) -> Fraction:
+    try:
+        ratio = Fraction(str(b_ratio))
+    except ValueError:
+        ratio = None
+    if ratio is None or not 0 <= ratio <= 1:
+        raise ValueError(f"b_ratio must be a number from 0 to 1, got b_ratio={b_ratio!r}; 0.25 is a usual choice")
+    return ratio
+
+
+def _require_non_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{name} counts from 0, got {name}={value}; pass the global step")

@@ -1,0 +1,54 @@
+"""The rank's idea of the current weight version, and the one rule that says what is fresh.
+
+The version only grows, by one per committed sync round, on every rank in the same step. The main
+thread advances it inside the closed fence; pipeline threads read it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+def is_fresh(version: int, *, current: int, window: int) -> bool:
+    """Say whether ``version`` may still be trained on; versions ahead of ``current`` may.
+
+    A caller can hold an older idea of ``current`` than the thread that made the pack: what it made is
+    not stale for that.
+    """
+    return version >= current - window
+
+
+class VersionClock:
+    """A thread-safe counter of weight versions."""
+
+    __slots__ = ("_current", "_lock")
+
+    def __init__(self, current: int = 0) -> None:
+        if current < 0:
+            raise ValueError(f"a version is at least 0, got current={current}; a fresh run starts at 0")
+        self._lock = threading.Lock()
+        self._current = current
+
+    @property
+    def current(self) -> int:
+        """The version that is being trained from now on."""
+        return self._current
+
+    def advance(self) -> int:
+        """Move to the next version and return it. Call it on every rank, after the proof of a round."""
+        with self._lock:
+            self._current += 1
+            return self._current
+
+    def is_fresh(self, version: int, window: int) -> bool:
+        """Say whether ``version`` >= current - ``window``.
+
+        Raises:
+            ValueError: ``window`` is negative.
+        """
+        if window < 0:
+            raise ValueError(f"a version window is at least 0, got window={window}; 2 is the default")
+        return is_fresh(version, current=self._current, window=window)
+
+    def __repr__(self) -> str:
+        return f"VersionClock(current={self._current})"
