@@ -34,6 +34,8 @@ class ControlGroup(Protocol):
 
     def broadcast(self, message: Any) -> Any: ...
 
+    def gather(self, text: str) -> tuple[str, ...]: ...
+
     def close(self) -> None: ...
 
 
@@ -51,6 +53,9 @@ class SingleRank:
 
     def broadcast(self, message: Any) -> Any:
         return json.loads(json.dumps(message))
+
+    def gather(self, text: str) -> tuple[str, ...]:
+        return (text,)
 
     def close(self) -> None:
         return None
@@ -84,6 +89,15 @@ class GlooControlGroup:
         buffer = torch.frombuffer(bytearray(body or bytes(int(length.item()))), dtype=torch.uint8)
         dist.broadcast(buffer, src=0, group=self._group)
         return json.loads(bytes(buffer.numpy()))
+
+    def gather(self, text: str) -> tuple[str, ...]:
+        """Every rank's text, in rank order, on every rank."""
+        body = text.encode()
+        length = self.reduce_max([len(body)])[0]
+        mine = torch.frombuffer(bytearray(body.ljust(length + 1, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return tuple(bytes(part.numpy()).rstrip(b"\0").decode() for part in parts)
 
     def close(self) -> None:
         """Leaves the group; later calls on it are errors."""

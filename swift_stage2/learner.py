@@ -1,0 +1,345 @@
+"""Decides every optimizer step on the main thread: round if due, reserve, agree, then channel A or B packs.
+
+All ranks call ``begin_step`` at the same step and reach the same decision, because every rank-local fact
+travels in one vector and nothing else is consulted. Knows no ms-swift; called by the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from swift_stage2.channel_b.pipeline import Pipeline, StepView
+from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
+from swift_stage2.channel_b.records import Pack
+from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.errors import ChannelBStarved, PipelineFailed
+from swift_stage2.fence import InferFence
+from swift_stage2.scheduling.bresenham import wants_channel_b
+from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
+from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.starvation import StarvationWatch
+from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.scheduling.truncation_guard import TruncationGuard
+from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.weight_sync import RoundOutcome, WeightSync
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2  # weight of the newest step in the moving average of step seconds
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """What this rank trains in one step, and whether the run ends after it."""
+
+    plan: StepPlan
+    packs: tuple[Pack, ...]
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as this rank saw it, for the audit and the metrics."""
+
+    step: int
+    plan: StepPlan
+    version: int
+    version_lag: int | None  # of the oldest pack trained; None on channel A
+    queue_depth: int
+    infer_in_flight: int
+    round_pending: bool
+    plan_seconds: float
+    packs: tuple[Pack, ...]
+
+
+class LearnerEvents(Protocol):
+    """Where the learner reports what happened; implemented by the telemetry side."""
+
+    def activity(self, name: str) -> AbstractContextManager[None]: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def round(self, step: int, outcome: RoundOutcome) -> None: ...
+
+    def warning(self, message: str) -> None: ...
+
+
+class SuspectBox:
+    """Servers that this rank's client came to suspect and that not all ranks know of yet."""
+
+    def __init__(self, base_urls: Sequence[str]) -> None:
+        self._indices = {url: index for index, url in enumerate(base_urls)}
+        self._lock = threading.Lock()
+        self._suspects: dict[int, str] = {}
+
+    def add(self, base_url: str, reason: str) -> None:
+        """Notes one suspect server; called from the pipeline's thread."""
+        with self._lock:
+            self._suspects[self._indices[base_url]] = reason
+
+    def flags(self) -> tuple[bool, ...]:
+        """One flag per server, in the order of the configuration."""
+        with self._lock:
+            return tuple(index in self._suspects for index in self._indices.values())
+
+    def clear(self, indices: Iterable[int]) -> None:
+        """Forgets servers that all ranks now know to be suspect, or that a round has proven."""
+        with self._lock:
+            for index in indices:
+                self._suspects.pop(index, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelB:
+    """Everything of this rank that exists only when ``b_ratio`` is above 0."""
+
+    source: SampleSource
+    client: RolloutClient
+    queue: ReadyQueue[Pack]
+    pipeline: Pipeline
+    fence: InferFence
+    clock: VersionClock
+    pacer: Pacer
+    guard: TruncationGuard
+    rounds: RoundSchedule
+    sync: WeightSync
+    probe: SuspectProbe
+    suspects: SuspectBox
+    base_urls: tuple[str, ...]
+    max_inflight_per_server: int
+    min_ready_tokens: int
+    continue_on_failure: bool
+
+
+class Learner:
+    """One rank's decisions. Without a ``ChannelB`` every step is channel A and only a stop is agreed."""
+
+    def __init__(
+        self,
+        *,
+        b_ratio: float,
+        control: ControlGroup,
+        events: LearnerEvents,
+        starvation: StarvationWatch | None,
+        fail_when_starved: bool,
+        channel_b: ChannelB | None,
+    ) -> None:
+        self._b_ratio = b_ratio
+        self._control = control
+        self._events = events
+        self._starvation = starvation
+        self._fail_when_starved = fail_when_starved
+        self._b = channel_b
+        self._stop = threading.Event()
+        self._missed_in_a_row = 0
+        self._paused = False
+        self._slowest_production_steps = 0.0
+        self._last_begin_s: float | None = None
+        self._step_seconds: float | None = None
+
+    def start(self) -> None:
+        """Starts the background threads. The fence stays closed until the first round has proven a server."""
+        if self._b is not None:
+            self._b.probe.start()
+            self._b.pipeline.start()
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at the end of the next step they agree on; safe in a signal handler."""
+        self._stop.set()
+
+    def begin_step(self, step: int, num_packs: int) -> StepDecision:
+        """Runs a due round, then agrees with all ranks on this step's channel.
+
+        ``num_packs`` is the number of micro_steps of the window, the same on all ranks.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be exported.
+            WeightSyncHang: a push did not return by its deadline.
+            PipelineFailed: a pipeline died somewhere and the configuration asks to fail.
+            ChannelBStarved: B starved and the configuration asks to fail.
+        """
+        self._measure_step()
+        if self._b is not None:
+            self._run_round_if_due(self._b, step)
+        started = time.perf_counter()
+        wants_b = self._b is not None and wants_channel_b(step, self._b_ratio)
+        reservation = self._reserve(num_packs) if wants_b else None
+        outcome = self._agree(reservation)
+        plan = outcome.plan(wants_b=wants_b)
+        packs = self._spend(reservation, plan)
+        self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
+        self._record(step, plan, packs, time.perf_counter() - started)
+        self._raise_failures(outcome)
+        self._watch_starvation(plan)
+        return StepDecision(plan, packs, outcome.stop_requested)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this rank besides the trainer's own state, as JSON."""
+        if self._b is None:
+            return {}
+        return {"version": self._b.clock.current, "source": self._b.source.state_dict()}
+
+    def close(self) -> None:
+        """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
+        b = self._b
+        if b is None:
+            return
+        b.pipeline.stop_requested.set()
+        b.fence.shutdown()
+        b.queue.close()
+        b.client.close()
+        if not b.pipeline.stop(_STOP_TIMEOUT_S):
+            self._events.warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
+        b.probe.stop()
+        b.sync.close()
+
+    def _run_round_if_due(self, b: ChannelB, step: int) -> None:
+        if not b.rounds.is_due(step):
+            return
+        b.fence.close(timeout_s=0)
+        busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
+        if self._control.reduce_max([int(busy)])[0]:
+            return  # stays pending; training goes on
+        with self._events.activity("syncing"), b.probe.paused():
+            outcome = b.sync.run(b.clock.current + 1, b.rounds.targets(step))
+        if outcome.proven:
+            b.clock.advance()
+        b.rounds.finish(step, proven=outcome.proven, failed=outcome.failed)
+        b.suspects.clear(range(len(b.base_urls)))
+        self._use_proven_servers(b)
+        self._events.round(step, outcome)
+
+    def _use_proven_servers(self, b: ChannelB) -> None:
+        b.client.set_proven([b.base_urls[index] for index in b.rounds.proven])
+        b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
+        if b.rounds.proven and not b.rounds.pending:
+            b.fence.reopen(b.clock.current)
+        elif not b.rounds.proven:
+            b.fence.close(timeout_s=0)
+
+    def _reserve(self, num_packs: int) -> Reservation[Pack] | None:
+        assert self._b is not None
+        return self._b.queue.reserve(
+            num_packs, current_version=self._b.clock.current, min_tokens=self._b.min_ready_tokens
+        )
+
+    def _agree(self, reservation: Reservation[Pack] | None) -> GateOutcome:
+        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop.is_set())
+        num_servers = 0
+        if self._b is not None:
+            b, num_servers = self._b, len(self._b.base_urls)
+            answering = b.probe.answering()
+            facts = replace(
+                facts,
+                pipeline_failed=b.pipeline.failure is not None,
+                truncation_guard=b.guard.paused,
+                production_steps=b.pipeline.production_steps,
+                servers_suspect=b.suspects.flags(),
+                servers_answer_again=tuple(url in answering for url in b.base_urls),
+            )
+        return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)
+
+    def _spend(self, reservation: Reservation[Pack] | None, plan: StepPlan) -> tuple[Pack, ...]:
+        if reservation is None or self._b is None:
+            return ()
+        if plan.channel is not Channel.B:
+            reservation.release()
+            return ()
+        packs = tuple(reservation.take())
+        for pack in packs:
+            self._b.source.settle(pack.keys)
+        return packs
+
+    def _publish(self, step: int, outcome: GateOutcome, *, wants_b: bool, reserved: bool) -> None:
+        if self._b is None:
+            return
+        b = self._b
+        if wants_b:
+            self._missed_in_a_row = 0 if reserved else self._missed_in_a_row + 1
+        if outcome.truncation_guard != self._paused:
+            self._paused = outcome.truncation_guard
+            self._events.warning(
+                f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
+                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
+            )
+        b.rounds.observe(step, suspect=outcome.servers_suspect, answers_again=outcome.servers_answer_again)
+        newly = [index for index, flag in enumerate(outcome.servers_suspect) if flag]
+        if newly:
+            b.suspects.clear(newly)
+            self._use_proven_servers(b)
+        b.pipeline.observe(
+            StepView(
+                step=step,
+                started_s=time.monotonic(),
+                step_seconds=self._step_seconds,
+                last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
+                round_pending=b.rounds.pending,
+                slowest_production_steps=outcome.slowest_production_steps,
+                missed_in_a_row=self._missed_in_a_row,
+                max_prompts=self._max_prompts(b),
+                paused=outcome.truncation_guard,
+            )
+        )
+
+    def _max_prompts(self, b: ChannelB) -> int:
+        num_proven = len(b.rounds.proven)
+        if num_proven == 0:
+            return 0
+        return max_prompts_in_flight(b.max_inflight_per_server, num_proven, self._control.world_size)
+
+    def _record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...], seconds: float) -> None:
+        b = self._b
+        version = b.clock.current if b else 0
+        self._events.step(
+            StepRecord(
+                step=step,
+                plan=plan,
+                version=version,
+                version_lag=max((version - pack.version for pack in packs), default=None),
+                queue_depth=b.queue.statistics().depth if b else 0,
+                infer_in_flight=b.fence.in_flight if b else 0,
+                round_pending=b.rounds.pending if b else False,
+                plan_seconds=seconds,
+                packs=packs,
+            )
+        )
+
+    def _raise_failures(self, outcome: GateOutcome) -> None:
+        if not outcome.pipeline_failed or self._b is None or self._b.continue_on_failure:
+            return
+        failure = self._b.pipeline.failure
+        mine = f"rank {self._control.rank}: {type(failure).__name__}: {failure}" if failure else ""
+        causes = "; ".join(cause for cause in self._control.gather(mine) if cause)
+        raise PipelineFailed(
+            f"channel B's pipeline must live for the whole run, it died ({causes}); mend the cause, or set "
+            "stage2_ab.channel_b.on_pipeline_failure: continue_a"
+        )
+
+    def _watch_starvation(self, plan: StepPlan) -> None:
+        if self._starvation is None or self._b is None:
+            return
+        verdict = self._starvation.observe(plan)
+        if verdict is None:
+            return
+        if self._fail_when_starved:
+            raise ChannelBStarved(str(verdict))
+        self._events.warning(str(verdict))
+
+    def _measure_step(self) -> None:
+        now = time.monotonic()
+        if self._last_begin_s is not None:
+            seconds = now - self._last_begin_s
+            before = self._step_seconds
+            self._step_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
+        self._last_begin_s = now

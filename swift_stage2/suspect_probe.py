@@ -1,0 +1,104 @@
+"""Asks suspect servers, in the background and only on rank 0, whether they answer again.
+
+An answer proves nothing; it only makes a retry of the sync round due, once all ranks have agreed on it in
+the step's vector. Never asks while a round runs. Owned by the learner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import ServerFault
+from swift_stage2.server_session import Deadline, ServerSession
+
+_DEADLINE_S = 2.0
+_STOP_TIMEOUT_S = 5.0
+_LOCK_TIMEOUT_S = 2 * _DEADLINE_S
+
+
+class SuspectProbe:
+    """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing."""
+
+    def __init__(self, *, rank: int, api_key: str | None, interval_s: float = 1.0) -> None:
+        self._active = rank == 0
+        self._api_key = api_key
+        self._interval_s = interval_s
+        self._changed = threading.Condition()
+        self._watched: tuple[str, ...] = ()
+        self._answering: frozenset[str] = frozenset()
+        self._asking = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="suspect-probe", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread on rank 0."""
+        if self._active:
+            self._thread.start()
+
+    def watch(self, base_urls: Sequence[str]) -> None:
+        """Replaces the servers to ask; what was heard of servers that are no longer watched is forgotten."""
+        with self._changed:
+            self._watched = tuple(base_urls)
+            self._answering = self._answering & frozenset(base_urls)
+            self._changed.notify_all()
+
+    def answering(self) -> frozenset[str]:
+        """Watched servers that have answered since they were watched."""
+        with self._changed:
+            return self._answering
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps the probe from asking while a round runs; forgets what it heard before the round."""
+        acquired = self._asking.acquire(timeout=_LOCK_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering = frozenset()
+            if acquired:
+                self._asking.release()
+
+    def stop(self) -> None:
+        """Ends the thread within a few seconds. May be called again."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(self._interval_s)
+                if self._stopped:
+                    return
+                waiting = [url for url in self._watched if url not in self._answering]
+            for url in waiting:
+                self._ask(url)
+
+    def _ask(self, url: str) -> None:
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            if not self._answers(url):
+                return
+        finally:
+            self._asking.release()
+        with self._changed:
+            if url in self._watched:
+                self._answering = self._answering | {url}
+
+    def _answers(self, url: str) -> bool:
+        deadline = Deadline(_DEADLINE_S)
+        try:
+            with ServerSession(url, self._api_key) as session:
+                info = session.info(deadline)
+                if info.stock:
+                    session.get(protocol.WORLD_SIZE, deadline)
+                return info.stock or info.state != "broken"
+        except ServerFault:
+            return False
