@@ -1,0 +1,84 @@
+"""Writes and reads what a resumed run needs beside Hugging Face's checkpoint: one JSON file per rank.
+
+Each file names the step, rank and world size it belongs to, so that two checkpoints cannot be mixed. It is
+written before the trainer's own state, so a checkpoint that Hugging Face can resume from is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.errors import ConfigError
+
+_FORMAT = 1
+
+
+def write_state(
+    directory: str,
+    *,
+    rank: int,
+    world_size: int,
+    step: int,
+    a_batches_in_epoch: int,
+    state: dict[str, Any],
+) -> None:
+    """Writes this rank's file, whole or not at all."""
+    path = _path(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "format": _FORMAT,
+        "rank": rank,
+        "world_size": world_size,
+        "step": step,
+        "a_batches_in_epoch": a_batches_in_epoch,
+        "state": state,
+    }
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict[str, Any]:
+    """This rank's state at ``step``.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or belongs to another step or world size.
+    """
+    content = _read(directory, rank)
+    for name, now in (("step", step), ("world_size", world_size), ("rank", rank)):
+        if content.get(name) != now:
+            raise ConfigError(
+                f"a checkpoint resumes with its own {name}, got {name}={now}, {_path(directory, rank)} has "
+                f"{name}={content.get(name)}; start as many ranks as before, from an unmixed checkpoint"
+            )
+    state: dict[str, Any] = content["state"]
+    return state
+
+
+def read_a_batches(directory: str, rank: int) -> int:
+    """Batches of the epoch's dataloader that channel A had trained when the checkpoint was written."""
+    return int(_read(directory, rank)["a_batches_in_epoch"])
+
+
+def _read(directory: str, rank: int) -> dict[str, Any]:
+    path = _path(directory, rank)
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error}; "
+            "resume from another checkpoint, or start a new run from its weights"
+        ) from error
+    if content.get("format") != _FORMAT:
+        raise ConfigError(f"{path} must have format={_FORMAT}, got format={content.get('format')}")
+    return content
+
+
+def _path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"stage2_rank{rank}.json"

@@ -1,0 +1,268 @@
+"""The seam to ms-swift: its own trainer, with ``get_batch_samples`` asking the learner which channel a step trains.
+
+Start it with ``torchrun -m swift_stage2 train CONFIG.yaml``, or give this file to ``swift sft`` as
+``--external_plugins`` with ``SWIFT_STAGE2_CONFIG`` naming the YAML. Nothing of ms-swift's loop is repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from swift_stage2.cpu_torchvision import declare_operators
+
+declare_operators()  # before ms-swift imports torchvision
+
+import torch  # noqa: E402
+from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
+from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from swift_stage2 import resume, rollout_protocol  # noqa: E402
+from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
+from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
+from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
+from swift_stage2.config import Stage2Config, load_config  # noqa: E402
+from swift_stage2.errors import ConfigError  # noqa: E402
+from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
+
+CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
+_CANARY_TOKENS = 16
+
+
+class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
+    """ms-swift's supervised trainer whose optimizer steps may train channel B's packs instead of its batches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stage2_config = _config_from_environment()
+        self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
+        self.stage2: Stage2Run | None = None
+        self._resume_directory: str | None = None
+        self._resumed_a_batches: int | None = None
+        self._a_batches_in_epoch = 0
+        self.add_callback(_Stage2Callback(self))
+
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and ends every thread of ours however training ends."""
+        self._resume_directory = resume_from_checkpoint or None
+        if self._resume_directory and self.stage2_config.b_enabled:
+            self._resumed_a_batches = resume.read_a_batches(self._resume_directory, self.args.process_index)
+        with _StopSignals(self):
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                if self.stage2 is not None:
+                    self.stage2.close()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The window's batches: channel A's next ones, or one pack per micro_step on channel B."""
+        assert self.stage2 is not None
+        with self.stage2.waiting():
+            decision = self.stage2.learner.begin_step(self.state.global_step, num_batches)
+            if decision.stop:
+                self.control.should_training_stop = True
+            if decision.plan.channel is Channel.B:
+                batches: list[Any] = [_copy_of_batch(pack) for pack in decision.packs]
+                num_items = self._get_num_items_in_batch(batches, device)
+            else:
+                batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+                self._a_batches_in_epoch += len(batches)
+        return batches, num_items
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> Any:
+        """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""
+        if skip_batches and self._resumed_a_batches is not None:
+            skip_batches = self._resumed_a_batches
+        return super().get_train_dataloader(skip_batches)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As ms-swift does it; the time counts as evaluating."""
+        if self.stage2 is None:
+            return super().evaluate(*args, **kwargs)
+        with self.stage2.telemetry_activity("evaluating"):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.stage2 is not None
+        with self.stage2.telemetry_activity("saving"):
+            directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            resume.write_state(
+                directory,
+                rank=self.args.process_index,
+                world_size=self.args.world_size,
+                step=self.state.global_step,
+                a_batches_in_epoch=self._a_batches_in_epoch,
+                state=self.stage2.state_dict(),
+            )
+            return super()._save_checkpoint(*args, **kwargs)
+
+    def begin_stage2(self) -> None:
+        """Builds and starts this rank's run, once model, optimizer and step are known."""
+        self.stage2 = start_run(
+            self.stage2_config,
+            rows=getattr(self.train_dataset, "dataset", self.train_dataset),
+            template=self.template,
+            module=self.accelerator.unwrap_model(self.model),
+            run_directory=self.args.output_dir,
+            rank=self.args.process_index,
+            seed=self.args.seed,
+            total_steps=self.state.max_steps,
+            first_step=self.state.global_step,
+            make_canary=lambda encoder, sample: EngineCanary(self, encoder, sample),
+            packed_loss=self.packed_loss,
+            logging_steps=int(self.args.logging_steps),
+        )
+        if self._resume_directory and self.stage2_config.b_enabled:
+            state = resume.read_state(
+                self._resume_directory,
+                rank=self.args.process_index,
+                world_size=self.args.world_size,
+                step=self.state.global_step,
+            )
+            self.stage2.load_state_dict(state)
+            self._a_batches_in_epoch = self._resumed_a_batches or 0
+        self.stage2.learner.start()
+
+    def begin_epoch(self) -> None:
+        """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
+        if self._resumed_a_batches is not None:
+            self._a_batches_in_epoch = self._resumed_a_batches if self._is_mid_epoch() else 0
+            return
+        self._a_batches_in_epoch = 0
+
+    def end_epoch(self) -> None:
+        """Reports the part of the epoch that channel A did not reach, because B steps read none of it."""
+        self._resumed_a_batches = None
+        assert self.stage2 is not None
+        total = len(self.callback_handler.train_dataloader) if self.stage2_config.b_enabled else 0
+        if total:
+            self.stage2.epoch_ended(self.state.epoch, self._a_batches_in_epoch, total)
+
+    def packed_loss(self, batch: dict[str, Any]) -> float:
+        """Summed loss of one collated pack under the present weights, without gradient or side effects.
+
+        Used at start-up, to show that the attention implementation keeps packed segments apart.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                inputs = self._prepare_inputs(dict(batch))
+                loss = self.compute_loss(model, inputs, num_items_in_batch=torch.tensor(1.0))
+        finally:
+            model.train(was_training)
+            self.custom_metrics["eval"].clear()
+        return float(loss) / max(1, self.accelerator.num_processes)
+
+    def _is_mid_epoch(self) -> bool:
+        return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
+
+
+class EngineCanary:
+    """One greedy question, answered by ms-swift's own engine on the learner's module."""
+
+    def __init__(self, trainer: Stage2Trainer, encoder: Encoder, sample: Sample) -> None:
+        self._trainer = trainer
+        self.request: dict[str, Any] = encoder.request(sample)
+        self.config = rollout_protocol.request_config(
+            max_new_tokens=_CANARY_TOKENS, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+        )
+        self._closing = encoder.closing_token_ids
+        self._answer: tuple[int, ...] = ()
+        self._engine: TransformersEngine | None = None
+
+    def answer(self) -> None:
+        """Generates under the present weights; mode, gradients and random state are left as they were."""
+        trainer = self._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        was_training = model.training
+        devices = [model.device] if model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices), trainer.template.generate_context():
+                if self._engine is None:
+                    self._engine = TransformersEngine(model, template=trainer.template, max_batch_size=1)
+                (response,) = self._engine.infer(
+                    [InferRequest(**self.request)], RequestConfig(**self.config), use_tqdm=False
+                )
+        finally:
+            model.train(was_training)
+        self._answer = self._without_closing(response.choices[0].token_ids)
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        """Whether a server gave the learner's own answer; engines differ in showing the end of turn."""
+        return self._without_closing(token_ids) == self._answer
+
+    def _without_closing(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        tokens = tuple(token_ids)
+        for length in range(len(self._closing), 0, -1):
+            if tokens[-length:] == self._closing[:length]:
+                return tokens[:-length]
+        return tokens
+
+
+class _Stage2Callback(TrainerCallback):  # type: ignore[misc]
+    """Moments of Hugging Face's loop that the trainer class itself is not told of."""
+
+    def __init__(self, trainer: Stage2Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_stage2()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.end_epoch()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._trainer.stage2 is not None
+        self._trainer.stage2.end_step(state.global_step)
+        if control.should_training_stop and state.global_step < state.max_steps:
+            control.should_save = True  # a stop was agreed: save at this step boundary
+
+
+class _StopSignals:
+    """Turns SIGTERM and SIGINT into a stop that all ranks agree on; a second SIGINT ends at once."""
+
+    def __init__(self, trainer: Stage2Trainer) -> None:
+        self._trainer = trainer
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._trainer.stage2 is None:
+            raise KeyboardInterrupt
+        self._trainer.stage2.learner.request_stop()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+
+def _copy_of_batch(pack: Pack) -> dict[str, Any]:
+    # The loop and the loss function take entries out of the dictionary they are given.
+    return dict(pack.batch)
+
+
+def _config_from_environment() -> Stage2Config:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        raise ConfigError(f"{CONFIG_VARIABLE} must name the YAML configuration, got none; set it before training")
+    return load_config(path)
+
+
+TrainerFactory.TRAINER_MAPPING["causal_lm"] = "swift_stage2.trainer.Stage2Trainer"
