@@ -1,0 +1,182 @@
+"""Turns predicted boxes and true boxes into the match between them.
+
+Each prediction keeps its best ``top_k`` truths; of those, pairs below the IoU threshold are infeasible
+before the assignment, which then is optimal over what is left. A pure function of its arguments, ties
+included. Called by the pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from swift_stage2.channel_b.assignment import Candidates, assign
+from swift_stage2.errors import MatchingError
+
+# Areas of larger boxes, and sums of areas, would leave the range of float64.
+_MAX_COORDINATE = 1e150
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """Which prediction is which truth. All indices refer to the order in which the boxes were given."""
+
+    pairs: tuple[tuple[int, int], ...]  # (prediction, truth), sorted by prediction
+    unmatched_predictions: tuple[int, ...]
+    unmatched_ground_truth: tuple[int, ...]
+    gated: int  # candidates below the IoU threshold
+    ious: tuple[float, ...] = ()  # of the pairs, in their order
+
+
+def match_objects(
+    predicted_boxes: ArrayLike,
+    true_boxes: ArrayLike,
+    *,
+    iou_threshold: float = 0.3,
+    top_k: int = 10,
+    unmatched_prediction_cost: float = 1.0,
+    unmatched_ground_truth_cost: float = 1.0,
+    allowed: ArrayLike | None = None,
+) -> MatchResult:
+    """The cheapest match, where a pair costs 1 − IoU and everything unmatched its own cost.
+
+    Args:
+        predicted_boxes: shape (num_predictions, 4), x1, y1, x2, y2.
+        true_boxes: shape (num_truths, 4), in the same space.
+        iou_threshold: pairs with a smaller IoU are infeasible and counted as gated.
+        top_k: truths that each prediction considers, by IoU, ties by lower index.
+        unmatched_prediction_cost: a pair dearer than both unmatched costs together is infeasible.
+        unmatched_ground_truth_cost: see there.
+        allowed: booleans of shape (num_predictions, num_truths); pairs outside are no candidates at all.
+
+    Returns:
+        The match of least total cost; among totals equal within 1e-9 the one with most pairs, then
+        the lexicographically smallest.
+
+    Raises:
+        MatchingError: boxes that are not (n, 4), not finite or not in order; settings out of range.
+    """
+    _check_settings(iou_threshold, top_k, unmatched_prediction_cost, unmatched_ground_truth_cost)
+    ious = iou_matrix(predicted_boxes, true_boxes)
+    num_predictions, num_truths = ious.shape
+    mask = _check_allowed(allowed, ious.shape)
+    chosen = ious >= iou_threshold
+    if mask is None:
+        num_candidates = num_predictions * min(top_k, num_truths)
+    else:
+        chosen &= mask
+        num_candidates = int(np.minimum(mask.sum(axis=1), top_k).sum())
+    _keep_best(chosen, ious, top_k)
+    predictions, truths = np.nonzero(chosen)
+    pair_ious = ious[predictions, truths]
+    saved = unmatched_prediction_cost + unmatched_ground_truth_cost
+    feasible = 1.0 - pair_ious <= saved
+    # Once a pair saves more than all other pairs can cost, larger savings only cost precision.
+    gains = min(saved, min(ious.shape) + 1.0) - (1.0 - pair_ious)
+    candidates = Candidates(predictions, truths, gains).where(feasible)
+    pairs = tuple(assign(candidates)) if len(candidates.rows) else ()
+    return MatchResult(
+        pairs=pairs,
+        unmatched_predictions=_others((prediction for prediction, _ in pairs), num_predictions),
+        unmatched_ground_truth=_others((truth for _, truth in pairs), num_truths),
+        gated=num_candidates - len(predictions),
+        ious=tuple(float(ious[pair]) for pair in pairs),
+    )
+
+
+def iou_matrix(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.float64]:
+    """Intersection over union, shape (num_predictions, num_truths); 0 where both areas are 0.
+
+    Raises:
+        MatchingError: boxes that are not (n, 4), not finite or not in order.
+    """
+    predicted = _check_boxes("predicted_boxes", predicted_boxes).T[:, :, None]
+    true = _check_boxes("true_boxes", true_boxes).T[:, None, :]
+    width = np.minimum(predicted[2], true[2]) - np.maximum(predicted[0], true[0])
+    height = np.minimum(predicted[3], true[3]) - np.maximum(predicted[1], true[1])
+    shared: NDArray[np.float64] = np.maximum(width, 0.0, out=width)
+    shared *= np.maximum(height, 0.0, out=height)
+    union = _areas(predicted) + _areas(true)
+    union -= shared
+    np.divide(shared, union, out=shared, where=union > 0)  # where the union is 0, so is what they share
+    return shared
+
+
+def _areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
+    areas: NDArray[np.float64] = (boxes[2] - boxes[0]) * (boxes[3] - boxes[1])
+    return areas
+
+
+def _keep_best(chosen: NDArray[np.bool_], ious: NDArray[np.float64], top_k: int) -> None:
+    """Leaves each row of ``chosen``, in place, its ``top_k`` largest IoUs; ties go to the lower index."""
+    crowded = np.flatnonzero(chosen.sum(axis=1) > top_k)
+    if not len(crowded):
+        return
+    values = np.where(chosen[crowded], ious[crowded], -1.0)
+    last = -np.partition(-values, top_k - 1, axis=1)[:, top_k - 1, None]
+    kept = values >= last
+    overfull = np.flatnonzero(kept.sum(axis=1) > top_k)
+    above, tied = values[overfull] > last[overfull], values[overfull] == last[overfull]
+    kept[overfull] = above | (tied & (np.cumsum(tied, axis=1) <= top_k - above.sum(axis=1, keepdims=True)))
+    chosen[crowded] = kept
+
+
+def _others(taken: Iterable[int], count: int) -> tuple[int, ...]:
+    return tuple(sorted(set(range(count)).difference(taken)))
+
+
+def _check_boxes(name: str, boxes: ArrayLike) -> NDArray[np.float64]:
+    try:
+        array = np.asarray(boxes, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MatchingError(
+            f"{name} must be numbers of shape (n, 4): {error}; give x1, y1, x2, y2 per box"
+        ) from error
+    if array.shape in ((0,), (0, 4)):
+        return np.zeros((0, 4))
+    if array.ndim != 2 or array.shape[1] != 4:
+        raise MatchingError(
+            f"{name} must have shape (n, 4), got shape={array.shape}; give x1, y1, x2, y2 per box"
+        )
+    sane = (np.abs(array) <= _MAX_COORDINATE).all(axis=1)
+    sane &= (array[:, 0] <= array[:, 2]) & (array[:, 1] <= array[:, 3])
+    if not sane.all():
+        index = int(np.argmin(sane))
+        raise MatchingError(
+            f"boxes must be finite with x1 <= x2 and y1 <= y2, got {name}[{index}]={array[index].tolist()}; "
+            "drop or reorder it before matching"
+        )
+    return array
+
+
+def _check_allowed(allowed: ArrayLike | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+    if allowed is None:
+        return None
+    mask = np.asarray(allowed, dtype=np.bool_)
+    if mask.size == 0 and 0 in shape:
+        return np.zeros(shape, dtype=np.bool_)
+    if mask.shape != shape:
+        raise MatchingError(
+            f"allowed must have shape {shape}, got shape={mask.shape}; give one boolean per pair"
+        )
+    return mask
+
+
+def _check_settings(iou_threshold: float, top_k: int, prediction_cost: float, truth_cost: float) -> None:
+    if not 0.0 <= iou_threshold <= 1.0:
+        raise MatchingError(
+            f"an IoU is within 0..1, got iou_threshold={iou_threshold}; choose one in that range"
+        )
+    if isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1:
+        raise MatchingError(f"a prediction needs at least one candidate, got top_k={top_k!r}; use 1 or more")
+    for name, cost in (
+        ("unmatched_prediction_cost", prediction_cost),
+        ("unmatched_ground_truth_cost", truth_cost),
+    ):
+        if not (cost >= 0.0 and math.isfinite(cost)):
+            raise MatchingError(f"costs must be finite and not negative, got {name}={cost}; use 0 or more")
