@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-_LONGEST_BACKOFF_STEPS = 64
-
-
 class ServerState(StrEnum):
     """Whether rollouts may be asked from a server."""
 
@@ -23,10 +20,14 @@ class ServerState(StrEnum):
 class RoundSchedule:
     """When rounds are due. ``pending`` means due but not yet run, because some rank is not drained."""
 
-    def __init__(self, num_servers: int, sync_every_steps: int) -> None:
+    def __init__(
+        self, num_servers: int, sync_every_steps: int, *, backoff_steps: int = 1, max_backoff_steps: int = 64
+    ) -> None:
         self._sync_every_steps = sync_every_steps
+        self._first_backoff_steps = backoff_steps
+        self._max_backoff_steps = max_backoff_steps
         self._states = [ServerState.UNPROVEN] * num_servers
-        self._backoff_steps = [1] * num_servers
+        self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
         self.pending = False
@@ -73,7 +74,7 @@ class RoundSchedule:
         proven = tuple(proven)
         for server in proven:
             self._states[server] = ServerState.PROVEN
-            self._backoff_steps[server] = 1
+            self._backoff_steps[server] = self._first_backoff_steps
             self._answers_again[server] = False
         for server in failed:
             self._suspect(server, step)
@@ -97,7 +98,7 @@ class RoundSchedule:
         self._states[server] = ServerState.SUSPECT
         self._answers_again[server] = False
         self._retry_step[server] = step + self._backoff_steps[server]
-        self._backoff_steps[server] = min(2 * self._backoff_steps[server], _LONGEST_BACKOFF_STEPS)
+        self._backoff_steps[server] = min(2 * self._backoff_steps[server], self._max_backoff_steps)
 
     def _in_state(self, wanted: ServerState) -> tuple[int, ...]:
         return tuple(server for server, state in enumerate(self._states) if state is wanted)

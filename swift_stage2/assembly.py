@@ -1,0 +1,327 @@
+"""Puts one rank's run together from a configuration: the only place where every part meets.
+
+Checks at start-up what only shows with the real template, tokenizer, model and servers, then hands the
+parts to the learner. Called by the trainer; knows no ms-swift.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.pipeline import Pipeline
+from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
+from swift_stage2.channel_b.records import Pack, Sample
+from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.sample_source import Rows, SampleSource
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.collectives import ControlGroup, join_control_group
+from swift_stage2.config import OnPipelineFailure, StarvationAction, Stage2Config
+from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
+from swift_stage2.fence import InferFence
+from swift_stage2.learner import ChannelB, Learner, SuspectBox
+from swift_stage2.packing_isolation import check_isolation
+from swift_stage2.recorder import Recorder
+from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.starvation import StarvationWatch
+from swift_stage2.scheduling.truncation_guard import TruncationGuard
+from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import GlooTransport, NcclTransport, WeightTransport
+
+_NUM_SAMPLES_LOOKED_AT = 64
+_NUM_ISOLATION_SAMPLES = 3
+_POLL_S = 0.5
+
+MakeCanary = Callable[[Encoder, Sample], Canary]
+PackedLoss = Callable[[dict[str, Any]], float]
+
+
+class Stage2Run:
+    """One rank's running stage 2: what the trainer talks to."""
+
+    def __init__(self, learner: Learner, recorder: Recorder, channel_b: ChannelB | None, run_id: str) -> None:
+        self.learner = learner
+        self._recorder = recorder
+        self._channel_b = channel_b
+        self._run_id = run_id
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """From the request for a window's batches until they are there; then the learner is busy."""
+        with self._recorder.activity("waiting"):
+            yield
+
+    def telemetry_activity(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time inside it under another name than busy."""
+        return self._recorder.activity(name)
+
+    def end_step(self, step: int) -> None:
+        """Called after optimizer step number ``step`` (from 1)."""
+        self._recorder.end_step(step)
+
+    def epoch_ended(self, epoch: float | None, num_read: int, num_batches: int) -> None:
+        """Tells how much of an epoch channel A trained."""
+        self._recorder.epoch_ended(epoch, num_read, num_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint, as JSON."""
+        return {"learner": self.learner.state_dict(), "telemetry": self._recorder.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint; called before the learner starts."""
+        self._recorder.load_state_dict(state["telemetry"])
+        if self._channel_b is not None and state["learner"]:
+            self._channel_b.source.load_state_dict(state["learner"]["source"])
+            while self._channel_b.clock.current < state["learner"]["version"]:
+                self._channel_b.clock.advance()
+
+    def close(self) -> None:
+        """Ends every thread and file of this rank. May be called again."""
+        self.learner.close()
+        self._recorder.close()
+
+
+def start_run(
+    config: Stage2Config,
+    *,
+    rows: Rows,
+    template: Any,
+    module: nn.Module,
+    run_directory: str,
+    rank: int,
+    seed: int,
+    total_steps: int,
+    first_step: int,
+    make_canary: MakeCanary,
+    packed_loss: PackedLoss,
+    logging_steps: int,
+) -> Stage2Run:
+    """Builds one rank's run; nothing runs in the background yet.
+
+    Raises:
+        ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
+        ServerUnavailable: a server did not answer within ``rollout.start_timeout_s``; on every rank.
+    """
+    control = join_control_group(config.control_timeout_s)
+    run_id = str(control.broadcast(uuid.uuid4().hex))
+    recorder = Recorder(
+        config,
+        run_directory=run_directory,
+        control=control,
+        total_steps=total_steps,
+        first_step=first_step,
+        logging_steps=logging_steps,
+    )
+    recorder.event("run", run_id=run_id, seed=seed, decoding=asdict(config.rollout.decoding), pid=os.getpid())
+    channel_b = None
+    if config.b_enabled:
+        _wait_for_servers(config, control)
+        channel_b = _build_channel_b(
+            config, rows, template, module, control, recorder, run_id, seed, make_canary, packed_loss
+        )
+    starvation = config.stage2_ab.starvation
+    watched = channel_b is not None and starvation.action is not StarvationAction.OFF
+    learner = Learner(
+        b_ratio=config.stage2_ab.schedule.b_ratio,
+        control=control,
+        events=recorder,
+        starvation=StarvationWatch(starvation.grace_steps) if watched else None,
+        fail_when_starved=starvation.action is StarvationAction.FAIL,
+        channel_b=channel_b,
+    )
+    return Stage2Run(learner, recorder, channel_b, run_id)
+
+
+def _build_channel_b(
+    config: Stage2Config,
+    rows: Rows,
+    template: Any,
+    module: nn.Module,
+    control: ControlGroup,
+    recorder: Recorder,
+    run_id: str,
+    seed: int,
+    make_canary: MakeCanary,
+    packed_loss: PackedLoss,
+) -> ChannelB:
+    prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
+    matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
+    rollout = config.rollout
+    base_urls = tuple(server.base_url for server in rollout.servers)
+    api_key = rollout.api_key()
+    encoder = Encoder(template, packing_length=packing.packing_length)
+    task = DetectionTask(
+        dialect=target.dialect,
+        iou_threshold=matching.iou_threshold,
+        top_k=matching.top_k,
+        unmatched_prediction_cost=matching.unmatched_prediction_cost,
+        unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
+        same_label=matching.same_label,
+        weights={group: getattr(target.weights, group.value) for group in TokenGroup},
+    )
+    source = SampleSource(rows, rank=control.rank, world_size=control.world_size, seed=seed)
+    samples = _usable_samples(rows, seed)
+    _check_samples(config, encoder, task, samples)
+    half = next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
+    check_isolation(encoder, task, samples[:_NUM_ISOLATION_SAMPLES], packed_loss, half_precision=half)
+
+    clock = VersionClock()
+    fence = InferFence(start_closed=True)
+    guard = TruncationGuard(config.stage2_ab.channel_b.max_truncated_ratio)
+    suspects = SuspectBox(base_urls)
+    recorder.on_suspect = suspects.add
+    pacer = Pacer(
+        b_ratio=config.stage2_ab.schedule.b_ratio,
+        version_window=prefetch.version_window,
+        sync_every_steps=prefetch.sync_every_steps,
+        target_packs=prefetch.prefetch_target_packs,
+        packs_per_b_step=config.gradient_accumulation_steps or 1,
+    )
+    client = RolloutClient(
+        base_urls,
+        fence=fence,
+        decoding=rollout.decoding,
+        request_timeout_s=rollout.request_timeout_s,
+        run_seed=seed,
+        rank=control.rank,
+        world_size=control.world_size,
+        api_key=api_key,
+    )
+    pipelines: list[Pipeline] = []
+
+    def return_dropped(pack: Pack, reason: DropReason) -> None:
+        pipelines[0].on_drop(pack, reason)
+
+    queue: ReadyQueue[Pack] = ReadyQueue(prefetch.queue_limit, prefetch.version_window, return_dropped)
+    pipeline = Pipeline(
+        source=source,
+        client=client,
+        encoder=encoder,
+        task=task,
+        queue=queue,
+        clock=clock,
+        pacer=pacer,
+        guard=guard,
+        events=recorder,
+        packing_length=packing.packing_length,
+        packing_min_fill_ratio=packing.packing_min_fill_ratio,
+        redraw_dropped=prefetch.redraw_dropped,
+        max_attempts=prefetch.max_attempts,
+        version_window=prefetch.version_window,
+    )
+    pipelines.append(pipeline)
+    sync = WeightSync(
+        [ServerEndpoint(server.base_url, server.group_port) for server in rollout.servers],
+        control=control,
+        export=WeightExport(module),
+        canary=make_canary(encoder, samples[0]),
+        make_transport=lambda info: _transport_for(info, module),
+        run_id=run_id,
+        timeout_s=rollout.sync.timeout_s,
+        bucket_mib=rollout.sync.bucket_mib,
+        api_key=api_key,
+    )
+    return ChannelB(
+        source=source,
+        client=client,
+        queue=queue,
+        pipeline=pipeline,
+        fence=fence,
+        clock=clock,
+        pacer=pacer,
+        guard=guard,
+        rounds=RoundSchedule(
+            len(base_urls),
+            prefetch.sync_every_steps,
+            backoff_steps=rollout.sync.backoff_steps,
+            max_backoff_steps=rollout.sync.max_backoff_steps,
+        ),
+        sync=sync,
+        probe=SuspectProbe(rank=control.rank, api_key=api_key),
+        suspects=suspects,
+        base_urls=base_urls,
+        max_inflight_per_server=rollout.max_inflight_per_server,
+        min_ready_tokens=prefetch.min_ready_tokens,
+        continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
+    )
+
+
+def _transport_for(info: protocol.ServerInfo, module: nn.Module) -> WeightTransport:
+    if not info.stock:
+        return GlooTransport()
+    return NcclTransport(next(module.parameters()).device)
+
+
+def _wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
+    """Every server answers, or every rank raises the same error."""
+    missing = ""
+    if control.rank == 0:
+        end = time.monotonic() + config.rollout.start_timeout_s
+        for server in config.rollout.servers:
+            with ServerSession(server.base_url, config.rollout.api_key()) as session:
+                missing = missing or _wait_for(session, end)
+    missing = control.broadcast(missing)
+    if missing:
+        raise ServerUnavailable(
+            f"every rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}, "
+            f"got no answer: {missing}; start it, or correct rollout.servers"
+        )
+
+
+def _wait_for(session: ServerSession, end: float) -> str:
+    while True:
+        try:
+            session.info(Deadline(max(0.1, min(10.0, end - time.monotonic()))))
+        except ServerFault as fault:
+            if time.monotonic() >= end:
+                return str(fault)
+        else:
+            return ""
+        time.sleep(_POLL_S)
+
+
+def _usable_samples(rows: Rows, seed: int) -> list[Sample]:
+    """The first usable samples in data set order, the same on every rank."""
+    source = SampleSource(rows, rank=0, world_size=1, seed=seed)
+    drawn = source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows)))
+    samples = [item.sample for item in drawn if item.sample is not None]
+    if not samples:
+        raise DatasetError(
+            f"channel B needs rows with objects, got none among {len(drawn)} rows; "
+            "give every row objects={'ref': [...], 'bbox': [...]}"
+        )
+    return samples
+
+
+def _check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
+    """What only the real template and tokenizer can tell about the data and the settings."""
+    try:
+        prompt = encoder.encode_prompt(samples[0])
+        answer, objects = encoder.check_answer_format(samples[0])
+    except SampleError as error:
+        raise DatasetError(f"the template cannot encode the data set's rows: {error}") from error
+    task.check_answer(answer, objects)
+    needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    if packing_length < needed:
+        raise ConfigError(
+            "stage2_ab.channel_b.packing.packing_length must hold a prompt and its answer, got "
+            f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + "
+            f"max_new_tokens {config.rollout.decoding.max_new_tokens}; write packing_length: {needed} or more"
+        )
