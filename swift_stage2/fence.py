@@ -125,7 +125,9 @@ class InferFence:
     def _enter_round(self, timeout_s: float) -> InferTicket:
         with self._condition:
             self._admit(
-                lambda: not self._open and not self._num_tickets, timeout_s, "the fence was not closed and drained"
+                lambda: not self._open and not self._num_tickets,
+                timeout_s,
+                "the fence was not closed and drained",
             )
             self._num_round_tickets += 1
             return InferTicket(self._version)
@@ -187,4 +189,6 @@ class TicketHolder:
 
 def _require_deadline(timeout_s: float) -> None:
     if timeout_s is None or not math.isfinite(timeout_s) or timeout_s < 0:
-        raise ValueError(f"every wait on the fence has a finite deadline, got timeout_s={timeout_s}; pass seconds >= 0")
+        raise ValueError(
+            f"every wait on the fence has a finite deadline, got timeout_s={timeout_s}; pass seconds >= 0"
+        )

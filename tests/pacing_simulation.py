@@ -8,7 +8,6 @@ learner's: round if due or pending and drained, reserve, all-reduce (MAX), plan.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -16,9 +15,9 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
-from swift_stage2.scheduling.feasibility_gate import RankFacts, decide
+from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, PacingReason, PacingState, PacksInMaking
-from swift_stage2.scheduling.production_pace import INSTANT, ProductionMeter
+from swift_stage2.scheduling.production_pace import ProductionMeter
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
 
@@ -53,7 +52,6 @@ class Outcome:
     made: int = 0
     expired: int = 0
     rounds: int = 0
-    waits: int = 0
     stale_trained: int = 0
     longest_gap: int = 0
     reasons: set[PacingReason] = field(default_factory=set)
@@ -67,6 +65,14 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class SimulatedPack:
     version: int
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The learner's side of the sync rounds."""
+
+    last_commit: int = 0
+    pending: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +100,7 @@ class SimulatedRank:
         self.meter = ProductionMeter()
         self.post: Post | None = None
         self.missed_in_a_row = 0
-        self.slowest_pace = INSTANT
+        self.gate: GateOutcome | None = None
         self.pacer = Pacer(
             b_ratio=setting.b_ratio,
             version_window=setting.window,
@@ -106,28 +112,41 @@ class SimulatedRank:
     def _count_expired(self) -> None:
         self.outcome.expired += 1
 
-    def state(self, now: float, last_commit: int, pending: bool) -> PacingState:
-        making = () if self.post is None else (
-            PacksInMaking(self.post.ticket.version, self.post.num_packs, now - self.post.start),
+    def state(self, now: float, rounds: Rounds) -> PacingState:
+        making = (
+            ()
+            if self.post is None
+            else (PacksInMaking(self.post.ticket.version, self.post.num_packs, now - self.post.start),)
         )
+        pace = self.meter.pace
         return PacingState(
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
-            last_commit_step=last_commit,
-            round_pending=pending,
+            last_commit_step=rounds.last_commit,
+            round_pending=rounds.pending,
             ready_versions=self.queue.peek_versions(),
             making=making,
-            own_pace=self.meter.pace,
-            slowest_pace=self.slowest_pace,
+            production_steps=pace.typical_steps if pace else None,
+            quick_production_steps=pace.quick_steps if pace else None,
+            slowest_production_steps=self.gate.slowest_production_steps if self.gate else 0.0,
+            slowest_quick_production_steps=self.gate.slowest_quick_production_steps if self.gate else None,
             packs_per_production=self.setting.packs_per_request,
             missed_in_a_row=self.missed_in_a_row,
         )
 
-    def pace(self, now: float, last_commit: int, pending: bool) -> None:
+    def facts(self, reservation: Reservation[SimulatedPack] | None) -> RankFacts:
+        pace = self.meter.pace
+        return RankFacts(
+            not_reserved=reservation is None,
+            production_steps=pace.typical_steps if pace else 0.0,
+            quick_production_steps=pace.quick_steps if pace else None,
+        )
+
+    def pace(self, now: float, rounds: Rounds) -> None:
         """Ask the pacer and send POSTs until it says no, the server is busy or the fence is closed."""
         while self.post is None:
-            decision = self.pacer.decide(self.state(now, last_commit, pending))
+            decision = self.pacer.decide(self.state(now, rounds))
             self.outcome.reasons.add(decision.reason)
             low, high = self.setting.outage
             if decision.num_packs == 0 or low <= now < high:
@@ -157,45 +176,50 @@ def simulate(setting: Setting) -> Outcome:
     """Run ``setting.num_steps`` steps on as many ranks as it names durations."""
     outcome = Outcome()
     ranks = [SimulatedRank(setting, index, outcome) for index in range(len(setting.durations))]
-    last_commit, pending, last_b = 0, False, -1
+    rounds, last_b = Rounds(), -1
     for step in range(setting.num_steps):
-        _run_background_until(step, ranks, lambda: last_commit, lambda: pending)
-        if pending or step >= last_commit + setting.sync_every_steps:
-            drained = [rank.fence.close_now() for rank in ranks]
-            pending = not all(drained)
-            if not pending:
-                last_commit = step
-                outcome.rounds += 1
-                for rank in ranks:
-                    rank.fence.reopen(rank.clock.advance())
+        _run_background_until(step, ranks, rounds)
+        if rounds.pending or step >= rounds.last_commit + setting.sync_every_steps:
+            _try_round(step, ranks, rounds, outcome)
         wants_b = wants_channel_b(step, setting.b_ratio)
         outcome.wanted += wants_b
         reservations = [
-            rank.queue.reserve(setting.packs_per_b_step, current_version=rank.clock.current) if wants_b else None
+            rank.queue.reserve(setting.packs_per_b_step, current_version=rank.clock.current)
+            if wants_b
+            else None
             for rank in ranks
         ]
-        facts = [
-            RankFacts(not_reserved=reservation is None, pace=rank.meter.pace or INSTANT)
-            for rank, reservation in zip(ranks, reservations, strict=True)
-        ]
-        gate = decide([max(entries) for entries in zip(*(f.encode() for f in facts), strict=True)], num_servers=0)
+        facts = [rank.facts(reservation) for rank, reservation in zip(ranks, reservations, strict=True)]
+        gate = decide(
+            [max(entries) for entries in zip(*(f.encode() for f in facts), strict=True)], num_servers=0
+        )
         plan = gate.plan(wants_b=wants_b)
         for rank, reservation in zip(ranks, reservations, strict=True):
-            rank.slowest_pace = gate.slowest_pace
+            rank.gate = gate
             _settle(rank, reservation, plan.channel is Channel.B, wants_b)
         if plan.channel is Channel.B:
             outcome.ran += 1
             last_b = step
         outcome.longest_gap = max(outcome.longest_gap, step - last_b)
         for rank in ranks:
-            rank.pace(step + PIPELINE_DELAY_STEPS, last_commit, pending)
-    outcome.verdict = str(ranks[0].pacer.verdict(ranks[0].state(setting.num_steps, last_commit, pending)))
+            rank.pace(step + PIPELINE_DELAY_STEPS, rounds)
+    outcome.verdict = str(ranks[0].pacer.verdict(ranks[0].state(setting.num_steps, rounds)))
     return outcome
 
 
-def _run_background_until(
-    step: int, ranks: list[SimulatedRank], last_commit: Callable[[], int], pending: Callable[[], bool]
-) -> None:
+def _try_round(step: int, ranks: list[SimulatedRank], rounds: Rounds, outcome: Outcome) -> None:
+    """Close every fence without waiting; run the round iff all are drained."""
+    drained = [rank.fence.close_now() for rank in ranks]
+    rounds.pending = not all(drained)
+    if rounds.pending:
+        return
+    rounds.last_commit = step
+    outcome.rounds += 1
+    for rank in ranks:
+        rank.fence.reopen(rank.clock.advance())
+
+
+def _run_background_until(step: int, ranks: list[SimulatedRank], rounds: Rounds) -> None:
     """Finish the POSTs that end before ``step`` starts, in order of time; each asks the pacer again."""
     while True:
         running = [rank for rank in ranks if rank.post is not None and rank.post.end < step]
@@ -205,7 +229,7 @@ def _run_background_until(
         assert rank.post is not None
         now = rank.post.end
         rank.finish_post()
-        rank.pace(now, last_commit(), pending())
+        rank.pace(now, rounds)
 
 
 def _settle(

@@ -77,7 +77,9 @@ class ReadyQueue(Generic[PackT]):
         if limit < 1:
             raise ValueError(f"queue_limit is at least 1, got limit={limit}; 8 is the default")
         if version_window < 0:
-            raise ValueError(f"version_window is at least 0, got version_window={version_window}; 2 is the default")
+            raise ValueError(
+                f"version_window is at least 0, got version_window={version_window}; 2 is the default"
+            )
         self._limit = limit
         self._window = version_window
         self._on_drop = on_drop
@@ -110,7 +112,9 @@ class ReadyQueue(Generic[PackT]):
             ValueError: ``n`` is negative.
         """
         if n < 0:
-            raise ValueError(f"a reservation takes at least 0 packs, got n={n}; pass the step's number of batches")
+            raise ValueError(
+                f"a reservation takes at least 0 packs, got n={n}; pass the step's number of batches"
+            )
         with self._lock:
             self._require_open()
             drops = self._purge_stale(current_version)
@@ -140,7 +144,9 @@ class ReadyQueue(Generic[PackT]):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise QueueClosed("the ready queue takes and gives nothing after close(); stop its pipeline first")
+            raise QueueClosed(
+                "the ready queue takes and gives nothing after close(); stop its pipeline first"
+            )
 
     def _take_oldest(self, n: int, min_tokens: int) -> Reservation[PackT] | None:
         if len(self._ready) < n:

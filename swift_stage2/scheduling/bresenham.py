@@ -63,7 +63,9 @@ def _exact_ratio(b_ratio: float) -> Fraction:
     except ValueError:
         ratio = None
     if ratio is None or not 0 <= ratio <= 1:
-        raise ValueError(f"b_ratio must be a number from 0 to 1, got b_ratio={b_ratio!r}; 0.25 is a usual choice")
+        raise ValueError(
+            f"b_ratio must be a number from 0 to 1, got b_ratio={b_ratio!r}; 0.25 is a usual choice"
+        )
     return ratio
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_stage2.scheduling.production_pace import INSTANT, ProductionPace
+from swift_stage2.scheduling.production_pace import ProductionPace
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan, plan_step
 
 _NUM_COMMON_ENTRIES = 7
-_MILLI = 1000  # paces travel as whole thousandths of a step
+_MILLI = 1000  # durations travel as whole thousandths of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,10 @@ class RankFacts:
     truncation_guard: bool = False
     """This rank's `TruncationGuard` pauses channel B."""
     evaluation_wanted: bool = False
-    pace: ProductionPace = INSTANT
-    """How long this rank's productions take; the slowest rank paces all."""
+    production_steps: float = 0.0
+    """How long this rank's productions typically take, in steps; the slowest rank paces all."""
+    quick_production_steps: float | None = None
+    """How long its quick ones take; None: as the typical ones."""
     servers_suspect: tuple[bool, ...] = ()
     """Per server, in the order of the configuration."""
     servers_answer_again: tuple[bool, ...] = ()
@@ -44,14 +46,15 @@ class RankFacts:
 
     def encode(self) -> tuple[int, ...]:
         """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
+        pace = ProductionPace.of(self.production_steps, self.quick_production_steps)
         return (
             int(self.not_reserved),
             int(self.pipeline_failed),
             int(self.stop_requested),
             int(self.truncation_guard),
             int(self.evaluation_wanted),
-            round(self.pace.typical_steps * _MILLI),
-            round(self.pace.quick_steps * _MILLI),
+            round(pace.typical_steps * _MILLI),
+            round(pace.quick_steps * _MILLI),
             *(int(suspect) for suspect in self.servers_suspect),
             *(int(answers) for answers in self.servers_answer_again),
         )
@@ -66,7 +69,8 @@ class GateOutcome:
     stop_requested: bool
     truncation_guard: bool
     evaluation_wanted: bool
-    slowest_pace: ProductionPace
+    slowest_production_steps: float
+    slowest_quick_production_steps: float
     servers_suspect: tuple[bool, ...]
     servers_answer_again: tuple[bool, ...]
 
@@ -115,7 +119,8 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
         stop_requested=flags[2],
         truncation_guard=flags[3],
         evaluation_wanted=flags[4],
-        slowest_pace=ProductionPace(vector[5] / _MILLI, vector[6] / _MILLI),
+        slowest_production_steps=vector[5] / _MILLI,
+        slowest_quick_production_steps=vector[6] / _MILLI,
         servers_suspect=tuple(flags[_NUM_COMMON_ENTRIES : _NUM_COMMON_ENTRIES + num_servers]),
         servers_answer_again=tuple(flags[_NUM_COMMON_ENTRIES + num_servers :]),
     )

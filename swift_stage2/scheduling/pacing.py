@@ -2,17 +2,17 @@
 
 A pack is worth making iff, at the first wanted B step that lacks it, it will still be fresh. Too early
 and it expires unused, too late and the step is skipped; ``docs/design/pacing.md`` has the maths. Pure:
-the pipeline asks before every POST; `RankFacts.production_steps` lets all ranks pace as the slowest.
+the pipeline asks before every POST; all ranks pace as the slowest does, told by the step's vector.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
-from swift_stage2.scheduling.bresenham import next_wanted_step
+from swift_stage2.scheduling.bresenham import next_wanted_step, wanted_count
+from swift_stage2.scheduling.outlook import Outlook
+from swift_stage2.scheduling.pacing_decision import PacingDecision, PacingReason, PacingVerdict
 from swift_stage2.scheduling.pacing_state import PacingState, PacksInMaking
 from swift_stage2.scheduling.round_forecast import RoundForecast, first_step_after
 from swift_stage2.scheduling.version_clock import is_fresh
@@ -28,57 +28,9 @@ __all__ = [
 ]
 
 MISSES_BEFORE_CATCHING_UP = 2
+BUSY_LOAD = 0.8  # from this load on, forecasts take production as never idle
+_ROUNDING = 1e-9
 _SHORTEST_PRODUCTION_STEPS = 1e-3  # keeps the rate of an instant server finite
-
-
-class PacingReason(StrEnum):
-    """Why the pacer asks for packs, or for none."""
-
-    NEEDED = "needed"
-    """They will be fresh at the wanted step that lacks them."""
-    NOT_MEASURED = "not_measured"
-    """Nobody knows yet how long a production takes; making some tells."""
-    CATCHING_UP = "catching_up"
-    """This rank missed wanted steps in a row, so the forecast is not trusted."""
-    LAST_CALL = "last_call"
-    """A production that started a step later would miss the wanted step."""
-    PRODUCTION_BINDS = "production_binds"
-    """Production is slower than the need, so it does not idle between rounds."""
-    TARGET_MET = "target_met"
-    """The packs at hand and in the making are enough."""
-    TOO_EARLY = "too_early"
-    """A pack made now would be stale when its step comes."""
-    CHANNEL_B_OFF = "channel_b_off"
-
-
-@dataclass(frozen=True, slots=True)
-class PacingDecision:
-    """How many packs to make now (0: none) and why."""
-
-    num_packs: int
-    reason: PacingReason
-
-
-@dataclass(frozen=True, slots=True)
-class PacingVerdict:
-    """What production can give against what the schedule needs, in packs per step on this rank."""
-
-    made_per_step: float
-    needed_per_step: float
-
-    @property
-    def binds(self) -> bool:
-        """Whether production, not the schedule, decides how often channel B runs."""
-        return self.made_per_step < self.needed_per_step
-
-    def __str__(self) -> str:
-        rates = f"{self.made_per_step:.2f} packs per step can be made, {self.needed_per_step:.2f} are needed"
-        if not self.binds:
-            return f"production keeps up: {rates}"
-        return (
-            f"production binds: {rates}, so at most {self.made_per_step / self.needed_per_step:.0%} of the wanted "
-            "B steps can run; add rollout servers, shorten rollouts or lower b_ratio"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +64,27 @@ class Pacer:
         room = self.target_packs - self._num_useful(state)
         if room <= 0:
             return PacingDecision(0, PacingReason.TARGET_MET)
-        if state.own_pace is None:
+        if state.production_steps is None:
             return PacingDecision(room, PacingReason.NOT_MEASURED)
         quick = self._shortage(state, state.holding_pace.quick_steps)
         if quick.num_packs:
-            binds = self._spacing(state) > self.sync_every_steps
-            reason = PacingReason.PRODUCTION_BINDS if binds else PacingReason.NEEDED
+            reason = PacingReason.PRODUCTION_BINDS if self.verdict(state).binds else PacingReason.NEEDED
             return PacingDecision(min(room, quick.num_packs), reason)
         typical = self._shortage(state, state.holding_pace.typical_steps)
         if typical.num_packs and self._is_last_call(state, typical.step):
             return PacingDecision(min(room, typical.num_packs), PacingReason.LAST_CALL)
         if state.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP:
             return PacingDecision(room, PacingReason.CATCHING_UP)
-        return PacingDecision(0, PacingReason.TOO_EARLY if quick.step is not None else PacingReason.TARGET_MET)
+        return PacingDecision(
+            0, PacingReason.TOO_EARLY if quick.step is not None else PacingReason.TARGET_MET
+        )
 
     def is_starving(self, state: PacingState) -> bool:
         """Say whether fewer ready packs than a B step needs will be fresh at the next wanted one."""
         step = next_wanted_step(state.step + 1, self.b_ratio)
         if step is None:
             return False
-        forecast = self._forecast_if_idle(state)
+        forecast = self._outlook(state).rounds_if_idle()
         fresh = sum(self._is_fresh_at(step, version, forecast) for version in state.ready_versions)
         return fresh < self.packs_per_b_step
 
@@ -147,18 +100,19 @@ class Pacer:
 
     def _num_useful(self, state: PacingState) -> int:
         """Count the packs, ready and in the making, that will be fresh at the next wanted step they can reach."""
-        forecast = self._forecast_if_idle(state)
+        outlook = self._outlook(state)
+        forecast = outlook.rounds_if_idle()
         return sum(
             self._is_fresh_at(self._wanted_from(arrival), version, forecast)
-            for arrival, version in self._packs_at_hand(state)
+            for arrival, version in outlook.packs_at_hand()
         )
 
     def _shortage(self, state: PacingState, holding_steps: float) -> _Shortage:
         """Walk the wanted steps to come, oldest packs first, and count what they lack and packs made now can fill."""
-        start, version = self._start_of_production(state)
-        arrival = first_step_after(start + state.arrival_pace.typical_steps)
-        forecast = self._forecast_if_made(state, holding_steps)
-        at_hand = list(self._packs_at_hand(state))
+        outlook = self._outlook(state)
+        arrival = outlook.arrival
+        forecast = outlook.rounds_if_made(holding_steps)
+        at_hand = list(outlook.packs_at_hand())
         num_packs, first_lacking = 0, None
         step = self._wanted_from(state.step + 1)
         while num_packs < self.target_packs:
@@ -167,7 +121,7 @@ class Pacer:
             lacking = self.packs_per_b_step - len(arrived)
             if step >= arrival and lacking:
                 first_lacking = step if first_lacking is None else first_lacking
-                if not self._is_fresh_at(step, version, forecast):
+                if not self._is_fresh_at(step, outlook.version_at_start, forecast):
                     break
                 num_packs += lacking
             if step >= arrival or not lacking:
@@ -179,18 +133,8 @@ class Pacer:
 
     def _is_last_call(self, state: PacingState, step: int | None) -> bool:
         """Say whether a production that starts one step later would typically miss ``step``."""
-        start, _ = self._start_of_production(state)
-        later = first_step_after(start) + state.arrival_pace.typical_steps
+        later = first_step_after(self._outlook(state).start) + state.arrival_pace.typical_steps
         return step is not None and first_step_after(later) > step
-
-    def _packs_at_hand(self, state: PacingState) -> Iterator[tuple[int, int]]:
-        """Yield (first step that can reserve it, version) of every pack, oldest first."""
-        for version in state.ready_versions:
-            yield state.step + 1, version
-        for production in state.making:
-            arrival = first_step_after(self._end_of(production, state))
-            for _ in range(production.num_packs):
-                yield arrival, production.version
 
     def _is_fresh_at(self, step: int, version: int, forecast: RoundForecast) -> bool:
         return is_fresh(version, current=forecast.version_at(step), window=self.version_window)
@@ -200,40 +144,22 @@ class Pacer:
         assert wanted is not None, "b_ratio 0 is answered before any forecast"
         return wanted
 
-    def _start_of_production(self, state: PacingState) -> tuple[float, int]:
-        """Return position and version of a POST asked for now."""
-        if not state.round_pending:
-            return state.position, state.current_version
-        return self._drained_step(state), state.current_version + 1
-
-    def _forecast_if_idle(self, state: PacingState) -> RoundForecast:
-        """Forecast the rounds when nothing is started on top of what is in flight."""
-        due = state.last_commit_step + self.sync_every_steps
-        first = self._drained_step(state) if state.round_pending else max(due, self._drained_step(state))
-        return RoundForecast(state.current_version, (first,), self._spacing(state))
-
-    def _forecast_if_made(self, state: PacingState, holding_steps: float) -> RoundForecast:
-        """Forecast the rounds when a production starts now and holds the next one for ``holding_steps``."""
-        start, _ = self._start_of_production(state)
-        held_until = max(first_step_after(start + holding_steps), self._drained_step(state))
-        if not state.round_pending:
-            due = state.last_commit_step + self.sync_every_steps
-            return RoundForecast(state.current_version, (max(due, held_until),), self._spacing(state))
-        pending = self._drained_step(state)
-        rounds = (pending, max(pending + self.sync_every_steps, held_until))
-        return RoundForecast(state.current_version, rounds, self._spacing(state))
-
-    def _drained_step(self, state: PacingState) -> int:
-        """Return the first step at whose start nothing that is in flight now is still in flight."""
-        ends = [first_step_after(self._end_of(production, state)) for production in state.making]
-        return max([state.step + 1, *ends])
-
-    def _end_of(self, production: PacksInMaking, state: PacingState) -> float:
-        return state.position + max(0.0, state.arrival_pace.typical_steps - production.age_steps)
+    def _outlook(self, state: PacingState) -> Outlook:
+        return Outlook(state, self.sync_every_steps, self._spacing(state))
 
     def _spacing(self, state: PacingState) -> int:
-        """Return the steps between rounds: as configured, or one busy cycle when production binds."""
-        return self._busy_cycle(state) if self.verdict(state).binds else self.sync_every_steps
+        """Return the steps between rounds: as configured, or one busy cycle when production hardly ever idles."""
+        return self._busy_cycle(state) if self._hardly_idles(state) else self.sync_every_steps
+
+    def _hardly_idles(self, state: PacingState) -> bool:
+        """Say whether forecasts must take production as always at work.
+
+        With rounds at their configured spacing, packs of one production stay fresh for the wanted steps
+        of ``version_window`` spacings. Where a busy cycle wants more, that many packs cannot be enough.
+        """
+        servable = max(1, wanted_count(self.version_window * self.sync_every_steps, self.b_ratio))
+        wanted = self.b_ratio * self._busy_cycle(state)
+        return wanted > servable + _ROUNDING or self.verdict(state).load >= BUSY_LOAD
 
     def _busy_cycle(self, state: PacingState) -> int:
         """Return the steps between rounds when production never idles but for them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swift_stage2.scheduling.production_pace import INSTANT, ProductionPace
+from swift_stage2.scheduling.production_pace import ProductionPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,14 @@ class PacingState:
     ready_versions: tuple[int, ...] = ()
     """Versions of the ready packs, oldest first."""
     making: tuple[PacksInMaking, ...] = ()
-    own_pace: ProductionPace | None = None
-    """This rank's pace; None before its first production."""
-    slowest_pace: ProductionPace = INSTANT
-    """The slowest rank's, whose POSTs hold the rounds of all: `GateOutcome.slowest_pace`."""
+    production_steps: float | None = None
+    """How long a production typically takes on this rank; None before the first."""
+    quick_production_steps: float | None = None
+    """How long a quick one takes, `ProductionPace.quick_steps`; None: as a typical one."""
+    slowest_production_steps: float = 0.0
+    """The typical production of the slowest rank, whose POSTs hold the rounds of all."""
+    slowest_quick_production_steps: float | None = None
+    """The quick production of the slowest rank; None: as its typical one."""
     packs_per_production: int = 1
     """How many packs one production makes at full size."""
     missed_in_a_row: int = 0
@@ -54,9 +58,10 @@ class PacingState:
     @property
     def arrival_pace(self) -> ProductionPace:
         """The pace at which this rank's own packs arrive."""
-        return self.own_pace or INSTANT
+        return ProductionPace.of(self.production_steps or 0.0, self.quick_production_steps)
 
     @property
     def holding_pace(self) -> ProductionPace:
         """The pace at which productions release the rounds: all ranks start together, the slowest counts."""
-        return self.arrival_pace.slower(self.slowest_pace)
+        slowest = ProductionPace.of(self.slowest_production_steps, self.slowest_quick_production_steps)
+        return self.arrival_pace.slower(slowest)

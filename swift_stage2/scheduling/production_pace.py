@@ -25,14 +25,16 @@ class ProductionPace:
     quick_steps: float
     """The lower decile; at most ``typical_steps``."""
 
+    @classmethod
+    def of(cls, typical_steps: float, quick_steps: float | None) -> ProductionPace:
+        """Make a pace; ``quick_steps`` None stands for "as typical"."""
+        return cls(typical_steps, typical_steps if quick_steps is None else quick_steps)
+
     def slower(self, other: ProductionPace) -> ProductionPace:
         """Return the slower of both, number by number, as an element-wise MAX over ranks does."""
         return ProductionPace(
             max(self.typical_steps, other.typical_steps), max(self.quick_steps, other.quick_steps)
         )
-
-
-INSTANT = ProductionPace(0.0, 0.0)
 
 
 class ProductionMeter:
@@ -54,7 +56,9 @@ class ProductionMeter:
             ValueError: ``steps`` is negative or not finite.
         """
         if not (math.isfinite(steps) and steps >= 0):
-            raise ValueError(f"a production takes a finite time >= 0, got steps={steps}; check the step counter")
+            raise ValueError(
+                f"a production takes a finite time >= 0, got steps={steps}; check the step counter"
+            )
         self._steps.append(steps)
         ordered = sorted(self._steps)
         self._pace = ProductionPace(median(ordered), ordered[int(QUICK_QUANTILE * len(ordered))])

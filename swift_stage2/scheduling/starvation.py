@@ -37,7 +37,9 @@ class StarvationWatch:
 
     def __init__(self, grace_steps: int) -> None:
         if grace_steps < 1:
-            raise ValueError(f"starvation.grace_steps is at least 1, got grace_steps={grace_steps}; 200 is the default")
+            raise ValueError(
+                f"starvation.grace_steps is at least 1, got grace_steps={grace_steps}; 200 is the default"
+            )
         self._grace_steps = grace_steps
         self._plans: deque[StepPlan] = deque()
         self._num_run = 0
