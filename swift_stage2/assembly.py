@@ -30,7 +30,7 @@ from swift_stage2.collectives import ControlGroup, join_control_group
 from swift_stage2.config import OnPipelineFailure, StarvationAction, Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
 from swift_stage2.fence import InferFence
-from swift_stage2.learner import ChannelB, Learner, SuspectBox
+from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import check_isolation
 from swift_stage2.recorder import Recorder
 from swift_stage2.scheduling.pacing import Pacer
@@ -110,6 +110,7 @@ def start_run(
     first_step: int,
     make_canary: MakeCanary,
     packed_loss: PackedLoss,
+    packs_per_step: int,
     logging_steps: int,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
@@ -133,7 +134,7 @@ def start_run(
     if config.b_enabled:
         _wait_for_servers(config, control)
         channel_b = _build_channel_b(
-            config, rows, template, module, control, recorder, run_id, seed, make_canary, packed_loss
+            config, rows, template, module, control, recorder, run_id, seed, make_canary, packed_loss, packs_per_step
         )
     starvation = config.stage2_ab.starvation
     watched = channel_b is not None and starvation.action is not StarvationAction.OFF
@@ -159,11 +160,12 @@ def _build_channel_b(
     seed: int,
     make_canary: MakeCanary,
     packed_loss: PackedLoss,
+    packs_per_step: int,
 ) -> ChannelB:
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
     matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
     rollout = config.rollout
-    base_urls = tuple(server.base_url for server in rollout.servers)
+    base_urls = tuple(server.base_url.rstrip("/") for server in rollout.servers)
     api_key = rollout.api_key()
     encoder = Encoder(template, packing_length=packing.packing_length)
     task = DetectionTask(
@@ -184,14 +186,12 @@ def _build_channel_b(
     clock = VersionClock()
     fence = InferFence(start_closed=True)
     guard = TruncationGuard(config.stage2_ab.channel_b.max_truncated_ratio)
-    suspects = SuspectBox(base_urls)
-    recorder.on_suspect = suspects.add
     pacer = Pacer(
         b_ratio=config.stage2_ab.schedule.b_ratio,
         version_window=prefetch.version_window,
         sync_every_steps=prefetch.sync_every_steps,
         target_packs=prefetch.prefetch_target_packs,
-        packs_per_b_step=config.gradient_accumulation_steps or 1,
+        packs_per_b_step=packs_per_step,
     )
     client = RolloutClient(
         base_urls,
@@ -202,6 +202,8 @@ def _build_channel_b(
         rank=control.rank,
         world_size=control.world_size,
         api_key=api_key,
+        run_id=run_id,
+        canary={"messages": [{"role": "user", "content": "ping"}]},
     )
     pipelines: list[Pipeline] = []
 
@@ -254,7 +256,6 @@ def _build_channel_b(
         ),
         sync=sync,
         probe=SuspectProbe(rank=control.rank, api_key=api_key),
-        suspects=suspects,
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 _LISTEN_BACKLOG = 16
+_LEARNER_IS_HERE = "learner"
+_WAIT_SLICE_S = 0.2
 
 
 class ControlGroup(Protocol):
@@ -116,7 +119,7 @@ class WeightGroup:
 
     The server listens on ``host:port``; the learner connects. Every transfer has a deadline and raises
     ``RuntimeError`` when the peer is lost. A group serves one sync round and is then closed. The server
-    hears through ``on_listening`` that learners can connect, before it waits for one.
+    calls ``keep_waiting`` once a learner can connect and then while none has; False gives up.
     """
 
     SERVER_RANK = 0
@@ -129,7 +132,7 @@ class WeightGroup:
         host: str,
         port: int,
         timeout_s: float,
-        on_listening: Callable[[], None] | None = None,
+        keep_waiting: Callable[[], bool] | None = None,
     ) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if rank == self.SERVER_RANK:
@@ -138,10 +141,10 @@ class WeightGroup:
                 host, port, self._SIZE, True, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=_listen(host, port),
             )  # fmt: skip
-            if on_listening is not None:
-                on_listening()
+            _await_learner(store, timeout_s, keep_waiting or (lambda: True))
         else:
             store = dist.TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
+            store.set(_LEARNER_IS_HERE, "1")
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -160,6 +163,18 @@ class WeightGroup:
         """Drops the connections and the listening port. May be called again."""
         self._group = None
         self._store = None
+
+
+def _await_learner(store: dist.TCPStore, timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
+    end = time.monotonic() + timeout_s
+    while keep_waiting():
+        try:
+            store.wait([_LEARNER_IS_HERE], datetime.timedelta(seconds=_WAIT_SLICE_S))
+            return
+        except dist.DistStoreError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(f"no learner connected within timeout_s={timeout_s:.1f}") from error
+    raise RuntimeError("the wait for a learner was given up")
 
 
 def _listen(host: str, port: int) -> int:

@@ -102,7 +102,14 @@ class RoundRefused(Stage2Error):
 
 
 class RoundFailed(Stage2Error):
-    """A round's weights did not all arrive, or could not be loaded; the message names the cause."""
+    """A round's weights did not all arrive, or could not be loaded; the message names the cause.
+
+    ``torn``: the model may hold a part of them.
+    """
+
+    def __init__(self, message: str, *, torn: bool = False) -> None:
+        super().__init__(message)
+        self.torn = torn
 
 
 class EngineUnavailable(Stage2Error):

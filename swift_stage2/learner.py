@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -75,31 +74,6 @@ class LearnerEvents(Protocol):
     def warning(self, message: str) -> None: ...
 
 
-class SuspectBox:
-    """Servers that this rank's client came to suspect and that not all ranks know of yet."""
-
-    def __init__(self, base_urls: Sequence[str]) -> None:
-        self._indices = {url: index for index, url in enumerate(base_urls)}
-        self._lock = threading.Lock()
-        self._suspects: dict[int, str] = {}
-
-    def add(self, base_url: str, reason: str) -> None:
-        """Notes one suspect server; called from the pipeline's thread."""
-        with self._lock:
-            self._suspects[self._indices[base_url]] = reason
-
-    def flags(self) -> tuple[bool, ...]:
-        """One flag per server, in the order of the configuration."""
-        with self._lock:
-            return tuple(index in self._suspects for index in self._indices.values())
-
-    def clear(self, indices: Iterable[int]) -> None:
-        """Forgets servers that all ranks now know to be suspect, or that a round has proven."""
-        with self._lock:
-            for index in indices:
-                self._suspects.pop(index, None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelB:
     """Everything of this rank that exists only when ``b_ratio`` is above 0."""
@@ -115,7 +89,6 @@ class ChannelB:
     rounds: RoundSchedule
     sync: WeightSync
     probe: SuspectProbe
-    suspects: SuspectBox
     base_urls: tuple[str, ...]
     max_inflight_per_server: int
     min_ready_tokens: int
@@ -195,7 +168,7 @@ class Learner:
         b = self._b
         if b is None:
             return
-        b.pipeline.stop_requested.set()
+        b.client.request_stop()
         b.fence.shutdown()
         b.queue.close()
         b.client.close()
@@ -216,17 +189,25 @@ class Learner:
         if outcome.proven:
             b.clock.advance()
         b.rounds.finish(step, proven=outcome.proven, failed=outcome.failed)
-        b.suspects.clear(range(len(b.base_urls)))
-        self._use_proven_servers(b)
+        stamps = {b.base_urls[index]: report.incarnation for index, report in outcome.reports.items()}
+        b.client.set_proven([b.base_urls[index] for index in b.rounds.proven], stamps)
+        b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
+        if b.rounds.proven:
+            b.fence.reopen(b.clock.current)
         self._events.round(step, outcome)
 
-    def _use_proven_servers(self, b: ChannelB) -> None:
-        b.client.set_proven([b.base_urls[index] for index in b.rounds.proven])
+    def _take_in_suspects(self, b: ChannelB, step: int, outcome: GateOutcome) -> None:
+        before = b.rounds.proven
+        b.rounds.observe(step, suspect=outcome.servers_suspect, answers_again=outcome.servers_answer_again)
+        lost = [b.base_urls[index] for index in before if index not in b.rounds.proven]
+        if not lost:
+            return
+        # Only withdrawn, never re-proven here: this rank may meanwhile suspect another server.
+        b.client.withdraw(lost)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
-        if b.rounds.proven and not b.rounds.pending:
-            b.fence.reopen(b.clock.current)
-        elif not b.rounds.proven:
+        if not b.rounds.proven:
             b.fence.close(timeout_s=0)
+        self._events.warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
 
     def _reserve(self, num_packs: int) -> Reservation[Pack] | None:
         assert self._b is not None
@@ -239,13 +220,13 @@ class Learner:
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
-            answering = b.probe.answering()
+            answering, suspects = b.probe.answering(), b.client.suspects
             facts = replace(
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
                 production_steps=b.pipeline.production_steps,
-                servers_suspect=b.suspects.flags(),
+                servers_suspect=tuple(url in suspects for url in b.base_urls),
                 servers_answer_again=tuple(url in answering for url in b.base_urls),
             )
         return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)
@@ -273,11 +254,7 @@ class Learner:
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
-        b.rounds.observe(step, suspect=outcome.servers_suspect, answers_again=outcome.servers_answer_again)
-        newly = [index for index, flag in enumerate(outcome.servers_suspect) if flag]
-        if newly:
-            b.suspects.clear(newly)
-            self._use_proven_servers(b)
+        self._take_in_suspects(b, step, outcome)
         b.pipeline.observe(
             StepView(
                 step=step,

@@ -116,6 +116,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             first_step=self.state.global_step,
             make_canary=lambda encoder, sample: EngineCanary(self, encoder, sample),
             packed_loss=self.packed_loss,
+            packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
         )
         if self._resume_directory and self.stage2_config.b_enabled:

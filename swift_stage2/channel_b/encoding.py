@@ -43,6 +43,7 @@ class Encoder:
         self._template.padding_free = True
         self._template.packing = False
         self._template.sequence_parallel_size = 1
+        self._template.dummy_model = _model_without_weights(template)
         self._tokenizer = self._template.tokenizer
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError(
@@ -179,6 +180,20 @@ class Encoder:
         encoding = self._template.encode({"messages": conversation})
         start = next(i for i, label in enumerate(encoding["labels"]) if label != IGNORED_LABEL)
         return tuple(encoding["input_ids"][start + len(probe) :])
+
+
+def _model_without_weights(template: Any) -> Any:
+    """What the template asks for position ids: a model on the meta device.
+
+    Made here, because the template would make it on first use by guessing its type from the files, which
+    fails for a type that shares its architecture with another.
+    """
+    from swift.model import get_model_processor
+
+    info = template.model_info
+    with torch.device("meta"):
+        model, _ = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
+    return model
 
 
 def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -137,11 +137,6 @@ class Pipeline:
         return not self._thread.is_alive()
 
     @property
-    def stop_requested(self) -> threading.Event:
-        """Set once the pipeline is to end; the client watches it while it waits for a ticket."""
-        return self._stop
-
-    @property
     def production_steps(self) -> float:
         """How long one production takes, in steps; 0 before the first."""
         view = self._view

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+
 class ServerState(StrEnum):
     """Whether rollouts may be asked from a server."""
 
