@@ -1,0 +1,38 @@
+"""Counters, gauges, activities and spans of one rank, and where they go: TensorBoard, audit, trace, live view.
+
+    facade             Telemetry, which the learner's side holds; the only name it needs
+    pipeline_recorder  channel B's events
+    scalars, merging   from one rank's numbers to all ranks' tags
+    counters, metrics  the numbers, and the one table that declares them
+    activity, spans    where the time goes
+    audit, tensorboard, chart_layout, live_view, live_state   the ways out
+    summary, summary_table   from a finished audit back to answers
+
+``docs/design/metrics.md`` lists every tag. Knows no ms-swift and issues no collective.
+"""
+
+from swift_stage2.telemetry.activity import Activity, ActivityClock
+from swift_stage2.telemetry.audit import AuditLog, read_audit
+from swift_stage2.telemetry.counters import Counters
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_state import LiveState
+from swift_stage2.telemetry.live_view import LiveView, plain_line, render
+from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
+from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.tensorboard import TensorBoardSink
+
+__all__ = [
+    "Activity",
+    "ActivityClock",
+    "AuditLog",
+    "Counters",
+    "LiveState",
+    "LiveView",
+    "PipelineRecorder",
+    "Telemetry",
+    "TensorBoardSink",
+    "Trace",
+    "plain_line",
+    "read_audit",
+    "render",
+]

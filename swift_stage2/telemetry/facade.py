@@ -1,0 +1,246 @@
+"""One rank's telemetry: counters, activity clock, audit, trace, and on rank 0 TensorBoard and the live view.
+
+The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
+only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
+the disk's sake.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.telemetry import merging, scalars
+from swift_stage2.telemetry.activity import Activity, ActivityClock
+from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
+from swift_stage2.telemetry.counters import Counters
+from swift_stage2.telemetry.facts import RoundFacts, StepFacts
+from swift_stage2.telemetry.live_state import LiveTracker
+from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.telemetry.merging import SumAcrossRanks
+from swift_stage2.telemetry.metrics import PREFIX
+from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
+from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.telemetry.tensorboard import TensorBoardSink
+
+logger = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``trace`` and
+    ``pipeline``, which any thread may use."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        *,
+        tensorboard: bool = True,
+        audit: bool = True,
+        trace: bool = False,
+        live: LiveView | None = None,
+        total_steps: int = 0,
+        queue_limit: int | None = None,
+    ) -> None:
+        """``queue_limit`` None means that there is no channel B. ``live`` is used on rank 0 only, and closed here."""
+        self._run_dir = run_dir
+        self._rank = rank
+        self._world_size = world_size
+        self._storage = StorageWarning()
+        self.counters = Counters()
+        self.clock = ActivityClock()
+        self.trace = Trace(trace)
+        self.audit = AuditLog(audit_path(run_dir, rank) if audit else None, rank, warning=self._storage)
+        self.pipeline = PipelineRecorder(self.counters, self.audit, self.trace)
+        writes_board = tensorboard and rank == 0
+        self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
+        self._live = live if rank == 0 else None
+        self._tracker = LiveTracker(total_steps, b_enabled=queue_limit is not None)
+        self._b_enabled = queue_limit is not None
+        self._queue_limit = queue_limit
+        self._window_start: dict[str, float] = {}
+        self._plans: list[tuple[int, float, dict[str, float]]] = []
+        self._audited_ns = self.clock.totals_ns()
+        self._closed = False
+
+    @contextmanager
+    def activity(self, name: Activity | str) -> Iterator[None]:
+        """Count the block's time on the main thread under ``name``, and trace it."""
+        with self.clock.activity(name), self.trace.span(str(name)):
+            yield
+
+    def record_start(self, step: int, **settings: Any) -> None:
+        """Write down once what a run, or a resumed part of it, begins with: seed, decoding parameters and more.
+
+        Records of an earlier process for ``step`` and later are void from here on.
+        """
+        self.audit.write("start", step=step, world_size=self._world_size, settings=settings)
+        if self._board is not None:
+            text = json.dumps(to_json(settings), indent=2)
+            self._board.write_text(f"{PREFIX}settings", f"```json\n{text}\n```")
+
+    def record_step(self, facts: StepFacts) -> None:
+        """Count one step when its plan is made. The audit gives it the time since the step before."""
+        self._count_step(facts)
+        self._audit_step(facts)
+        if self._board is not None:
+            self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
+        self._tracker.step(facts)
+        self._show()
+
+    def record_round(self, step: int, outcome: RoundFacts) -> None:
+        """Count one sync round that has ended, on every rank."""
+        num_failed = sum(not report.proven for report in outcome.reports.values())
+        committed = num_failed < len(outcome.reports)
+        self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
+        self.counters.add("sync_servers_failed", num_failed)
+        self.audit.write(
+            "round",
+            step=step,
+            round_id=outcome.round_id,
+            version=outcome.version,
+            committed=committed,
+            seconds=outcome.seconds,
+            canary_seconds=outcome.canary_seconds,
+            servers=dict(outcome.reports),
+        )
+        self._tracker.round(step, outcome)
+        self._show()
+
+    def record_warning(self, message: str) -> None:
+        """Log a warning, and keep it for the audit and the live view."""
+        logger.warning("%s", message)
+        self.audit.write("warning", message=message)
+        self._tracker.warning(message)
+        self._show()
+
+    def merge_and_write(
+        self,
+        step: int,
+        sum_across_ranks: SumAcrossRanks,
+        *,
+        epoch: float | None = None,
+        loss: float | None = None,
+    ) -> dict[str, float]:
+        """One logging step: add all ranks' numbers up, and write them on rank 0. Called on all ranks alike.
+
+        Returns the scalars by full tag, equal on every rank.
+        """
+        numbers, activity_ns = self._read_gauges(), self.clock.totals_ns()
+        mine = merging.encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
+        merged = merging.decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
+        values = scalars.scalars_of_merge(merged, self._window_start)
+        self._window_start = dict(merged.values)
+        self.counters.set("ver_lag", None)
+        self._audit_metrics(step, numbers, activity_ns, epoch, loss)
+        if self._board is not None:
+            self._flush_plans()
+            self._board.write_scalars(step, values)
+        self._tracker.merge(merged, epoch=epoch, loss=loss)
+        self._show()
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint, as JSON."""
+        return {
+            "counters": self.counters.state_dict(),
+            "activity_ns": self.clock.state_dict(),
+            "window_start": dict(self._window_start),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; called once, before the first step."""
+        self.counters.load_state_dict(state["counters"])
+        self.clock.load_state_dict(state["activity_ns"])
+        self._window_start = dict(state["window_start"])
+        self._audited_ns = self.clock.totals_ns()
+
+    def close(self) -> None:
+        """Write what is left and close every file. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None, None)
+        self.audit.close()
+        if self._board is not None:
+            self._flush_plans()
+            self._board.close()
+        self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
+        if self._live is not None:
+            self._live.close()
+
+    def _count_step(self, facts: StepFacts) -> None:
+        add, plan = self.counters.add, facts.plan
+        add("steps")
+        add("b_steps_wanted", plan.wanted_b)
+        add("b_steps_run", plan.channel == "B")
+        if plan.skip_reason is not None:
+            add(f"b_steps_skipped/{plan.skip_reason}")
+        add("packs_trained", len(facts.packs))
+        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
+        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
+        add("stage_seconds/plan", facts.plan_seconds)
+        if self._b_enabled:
+            self.counters.set("queue_depth", facts.queue_depth)
+            self.counters.set("ver_current", facts.version)
+            self.counters.set("sync_pending", facts.round_pending)
+            self.counters.set("infer_inflight", facts.infer_in_flight)
+        if facts.version_lag is not None:
+            self.counters.raise_to("ver_lag", facts.version_lag)
+
+    def _read_gauges(self) -> dict[str, float]:
+        if self._b_enabled:
+            self.counters.set("queue_limit", self._queue_limit)
+            self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
+        return self.counters.snapshot()
+
+    def _audit_step(self, facts: StepFacts) -> None:
+        totals = self.clock.totals_ns()
+        spent = {activity: ns - self._audited_ns[activity] for activity, ns in totals.items()}
+        self._audited_ns = totals
+        self.audit.write(
+            "step",
+            step=facts.step,
+            channel=facts.plan.channel,
+            wants_b=facts.plan.wanted_b,
+            skip_reason=facts.plan.skip_reason,
+            version=facts.version,
+            version_lag=facts.version_lag,
+            queue_depth=facts.queue_depth,
+            infer_in_flight=facts.infer_in_flight,
+            round_pending=facts.round_pending,
+            plan_seconds=facts.plan_seconds,
+            num_tokens=sum(pack.num_tokens for pack in facts.packs),
+            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
+            samples=[key for pack in facts.packs for key in pack.keys],
+            activity_ns={activity: ns for activity, ns in spent.items() if ns},
+        )
+
+    def _audit_metrics(
+        self,
+        step: int | None,
+        numbers: Mapping[str, float],
+        activity_ns: Mapping[Activity, int],
+        epoch: float | None,
+        loss: float | None,
+    ) -> None:
+        self.audit.write(
+            "metrics", step=step, epoch=epoch, loss=loss, numbers=numbers, activity_ns=activity_ns
+        )
+
+    def _flush_plans(self) -> None:
+        assert self._board is not None
+        for step, wall_time, values in self._plans:
+            self._board.write_scalars(step, values, wall_time)
+        self._plans.clear()
+
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.update(self._tracker.state)

@@ -1,0 +1,174 @@
+"""What telemetry reads of a step, a round, a rollout batch and a pack.
+
+Protocols, because the modules that own those records import telemetry and not the other way round; the
+records of the learner, the sync round and channel B satisfy them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class PlanFacts(Protocol):
+    """What one step trains on. ``channel`` is "A" or "B"; ``skip_reason`` is one of ``SKIP_REASONS``."""
+
+    @property
+    def channel(self) -> str: ...
+
+    @property
+    def wanted_b(self) -> bool: ...
+
+    @property
+    def skip_reason(self) -> str | None: ...
+
+
+class QualityFacts(Protocol):
+    """Counts of one rollout against its ground truth."""
+
+    @property
+    def num_predictions(self) -> int: ...
+
+    @property
+    def num_ground_truth(self) -> int: ...
+
+    @property
+    def num_pairs(self) -> int: ...
+
+    @property
+    def sum_iou(self) -> float: ...
+
+    @property
+    def num_gated(self) -> int: ...
+
+    @property
+    def num_truncated(self) -> int: ...
+
+    @property
+    def dropped(self) -> Mapping[str, int]: ...
+
+
+class SegmentFacts(Protocol):
+    """One encoded sample."""
+
+    @property
+    def sample_id(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def quality(self) -> QualityFacts: ...
+
+
+class PackFacts(Protocol):
+    """One collated batch of channel B; ``keys`` names its samples."""
+
+    @property
+    def pack_id(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def keys(self) -> Sequence[object]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_supervised_tokens(self) -> int: ...
+
+    @property
+    def capacity_tokens(self) -> int: ...
+
+
+class StepFacts(Protocol):
+    """One optimizer step of one rank, as its plan was made. ``version_lag`` is None on channel A."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def plan(self) -> PlanFacts: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def version_lag(self) -> int | None: ...
+
+    @property
+    def queue_depth(self) -> int: ...
+
+    @property
+    def infer_in_flight(self) -> int: ...
+
+    @property
+    def round_pending(self) -> bool: ...
+
+    @property
+    def plan_seconds(self) -> float: ...
+
+    @property
+    def packs(self) -> Sequence[PackFacts]: ...
+
+
+class ServerFacts(Protocol):
+    """How one server fared in a round; ``seconds`` by phase."""
+
+    @property
+    def proven(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def proof(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]: ...
+
+
+class RoundFacts(Protocol):
+    """What every rank learns of a round; ``reports`` by index of the server in the configuration."""
+
+    @property
+    def round_id(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def canary_seconds(self) -> float: ...
+
+    @property
+    def reports(self) -> Mapping[int, ServerFacts]: ...
+
+
+class BatchFacts(Protocol):
+    """What became of one batch of samples at the rollout servers."""
+
+    @property
+    def rollouts(self) -> Sequence[object]: ...
+
+    @property
+    def returned(self) -> Sequence[object]: ...
+
+    @property
+    def quarantined(self) -> Sequence[object]: ...
+
+    @property
+    def failures(self) -> Sequence[object]: ...
+
+    @property
+    def num_posts(self) -> int: ...

@@ -1,0 +1,165 @@
+"""Shows a run while it goes on: a panel on a terminal, a line every few steps elsewhere. Rank 0 only.
+
+``render`` and ``plain_line`` are pure. On a terminal every log line that the process writes appears above
+the panel: the view lends its stream to the loggers for as long as it is open. It draws only inside
+``update``, at most once per interval, and has no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from swift_stage2.telemetry.live_state import LiveState
+
+
+def render(state: LiveState) -> RenderableType:
+    """The panel."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    for name, text in _rows(state):
+        grid.add_row(name, text)
+    notes = [Text(f"! {warning}", style="yellow") for warning in state.warnings]
+    bar = ProgressBar(total=max(1, state.total_steps), completed=state.step)
+    return Panel(Group(bar, grid, *notes), title="stage 2", title_align="left", border_style="dim")
+
+
+def plain_line(state: LiveState) -> str:
+    """The same on one line, without colour."""
+    return " | ".join(f"{name} {text}" for name, text in _rows(state))
+
+
+class LiveView:
+    """Owns ``stream`` between construction and ``close``."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        interval_s: float = 0.5,
+        plain_every_steps: int = 10,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``interval_s`` bounds how often a terminal is drawn; elsewhere every ``plain_every_steps`` is a line."""
+        self._stream = stream
+        self._interval_s = interval_s
+        self._plain_every_steps = plain_every_steps
+        self._now_s = now_s
+        self._drawn_s: float | None = None
+        self._latest: LiveState | None = None
+        self._num_shown = 0
+        self._live: Live | None = None
+        self._lent: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+
+    def update(self, state: LiveState) -> None:
+        """Show ``state`` if it is time to."""
+        self._latest = state
+        if self._stream.isatty():
+            self._draw(state)
+        elif state.step - self._num_shown >= self._plain_every_steps or state.step >= state.total_steps:
+            self._print(state)
+
+    def close(self) -> None:
+        """Show the last state, and give the stream back. May be called again."""
+        latest, self._latest = self._latest, None
+        if self._live is not None:
+            self._live.update(render(latest) if latest else self._live.renderable)
+            self._live.stop()
+            self._live = None
+            self._take_back()
+        elif latest is not None:
+            self._print(latest)
+
+    def _print(self, state: LiveState) -> None:
+        if state.step == self._num_shown:
+            return
+        self._num_shown = state.step
+        self._stream.write(plain_line(state) + "\n")
+        self._stream.flush()
+
+    def _draw(self, state: LiveState) -> None:
+        now = self._now_s()
+        if self._drawn_s is not None and now - self._drawn_s < self._interval_s:
+            return
+        self._drawn_s = now
+        if self._live is None:
+            self._live = Live(render(state), console=Console(file=self._stream), auto_refresh=False)
+            self._live.start(refresh=True)
+            self._lend()
+        else:
+            self._live.update(render(state), refresh=True)
+
+    def _lend(self) -> None:
+        """Handlers that keep the stream itself would write into the panel; ``sys.stderr`` is now above it."""
+        originals = {id(stream) for stream in (self._stream, sys.__stdout__, sys.__stderr__)}
+        for handler in _stream_handlers():
+            if id(handler.stream) in originals:
+                before = handler.setStream(sys.stderr)
+                if before is not None:
+                    self._lent.append((handler, before))
+
+    def _take_back(self) -> None:
+        for handler, stream in self._lent:
+            handler.setStream(stream)
+        self._lent.clear()
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    named = (item for item in logging.Logger.manager.loggerDict.values() if isinstance(item, logging.Logger))
+    seen = {id(handler): handler for logger in (logging.root, *named) for handler in logger.handlers}
+    for handler in seen.values():
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            yield handler
+
+
+def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
+    yield "step", f"{state.step}/{state.total_steps}{_known(', epoch {:.2f}', state.epoch)}"
+    yield "eta", f"{_duration(state.eta_s)}{_known(' ({:.2f} s/step)', state.seconds_per_step)}"
+    yield "channel", f"{state.channel}{_known(', loss {:.4f}', state.loss)}"
+    if not state.b_enabled:
+        return
+    reason = f" ({state.skip_reason})" if state.skip_reason else ""
+    yield "B", f"{state.num_b_run} run, {state.num_b_skipped} skipped{reason}"
+    yield "queue", _queue(state)
+    pending = ", round pending" if state.round_pending else ""
+    yield "version", f"{state.version}{_known(', lag {}', state.version_lag)}{pending}"
+    yield "rollouts", _known("{:.1f}/s", state.rollouts_per_s) or "-"
+    yield "round", _round(state)
+
+
+def _queue(state: LiveState) -> str:
+    if state.queue_depth_min is None:
+        return "-"
+    by_rank = "/".join("-" if depth is None else str(depth) for depth in state.queue_depths)
+    ranks = f" (by rank {by_rank})" if len(state.queue_depths) > 1 else ""
+    return f"{state.queue_depth_min}{_known(' of {}', state.queue_limit)}{ranks}"
+
+
+def _round(state: LiveState) -> str:
+    last = state.last_round
+    if last is None:
+        return "none yet"
+    return f"v{last.version} at step {last.step}, {last.seconds:.2f} s, {last.num_proven}/{last.num_servers} proven"
+
+
+def _known(pattern: str, value: float | None) -> str:
+    return "" if value is None else pattern.format(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"

@@ -1,0 +1,113 @@
+"""Turns what channel B's pipeline reports into counters, audit records and spans.
+
+Called on the pipeline's thread, and on the learner's for drops that its own calls cause. Measures the time
+since the last progress, which tells a slow pipeline from a dead one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.counters import Counters
+from swift_stage2.telemetry.facts import BatchFacts, PackFacts, QualityFacts, SegmentFacts
+from swift_stage2.telemetry.spans import Trace
+
+
+class PipelineRecorder:
+    """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
+
+    def __init__(
+        self, counters: Counters, audit: AuditLog, trace: Trace, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._counters = counters
+        self._audit = audit
+        self._trace = trace
+        self._now_s = now_s
+        self._last_progress_s = now_s()
+
+    @property
+    def progress_s_ago(self) -> float:
+        """Seconds since the last segment or pack was made, or since the start."""
+        return self._now_s() - self._last_progress_s
+
+    def batch(self, outcome: BatchFacts, seconds: float) -> None:
+        """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
+        self._stage("rollout", seconds)
+        self._counters.add("rollouts_received", len(outcome.rollouts))
+        self._counters.add("rollouts_failed", len(outcome.failures))
+        self._counters.add("samples_returned", len(outcome.returned))
+        self._audit.write(
+            "batch",
+            seconds=seconds,
+            num_rollouts=len(outcome.rollouts),
+            num_returned=len(outcome.returned),
+            num_quarantined=len(outcome.quarantined),
+            num_posts=outcome.num_posts,
+            failures=list(outcome.failures),
+        )
+
+    def segment(self, segment: SegmentFacts, seconds: float) -> None:
+        """One rollout became a segment: parsed, matched, corrected and encoded."""
+        self._stage("prepare", seconds)
+        self._last_progress_s = self._now_s()
+        self._count_quality(segment.quality)
+        self._audit.write(
+            "segment",
+            sample_id=segment.sample_id,
+            version=segment.version,
+            num_tokens=segment.num_tokens,
+            quality=segment.quality,
+            seconds=seconds,
+        )
+
+    def pack(self, pack: PackFacts, seconds: float) -> None:
+        """One pack was collated and offered to the queue."""
+        self._stage("pack", seconds)
+        self._last_progress_s = self._now_s()
+        self._counters.add("packs_made")
+        self._counters.add("segments_packed", len(pack.keys))
+        self._counters.add("tokens_packed", pack.num_tokens)
+        self._counters.add("tokens_capacity", pack.capacity_tokens)
+        self._audit.write(
+            "pack",
+            pack_id=pack.pack_id,
+            version=pack.version,
+            samples=list(pack.keys),
+            num_tokens=pack.num_tokens,
+            capacity_tokens=pack.capacity_tokens,
+        )
+
+    def dropped(self, pack: PackFacts, reason: str) -> None:
+        """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
+        self._counters.add(f"packs_{reason}")
+        self._audit.write("drop", pack_id=pack.pack_id, version=pack.version, reason=reason)
+
+    def stale_segment(self, segment: SegmentFacts) -> None:
+        """A segment went stale before it was packed."""
+        self._counters.add("segments_dropped_stale")
+        self._audit.write("stale_segment", sample_id=segment.sample_id, version=segment.version)
+
+    def quarantined(self, key: object, reason: str, message: str) -> None:
+        """A sample was given up; ``reason`` is one of ``QUARANTINE_REASONS``."""
+        self._counters.add(f"samples_quarantined/{reason}")
+        self._counters.add("samples_quarantined")
+        self._audit.write("quarantine", sample=key, reason=reason, message=message)
+
+    def _stage(self, name: str, seconds: float) -> None:
+        self._counters.add(f"stage_seconds/{name}", max(0.0, seconds))
+        end_ns = self._trace.now_ns()
+        self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
+
+    def _count_quality(self, quality: QualityFacts) -> None:
+        add = self._counters.add
+        add("rollouts_truncated", quality.num_truncated)
+        add("objects_parsed", quality.num_predictions)
+        add("match_predictions", quality.num_predictions)
+        add("match_ground_truths", quality.num_ground_truth)
+        add("match_pairs", quality.num_pairs)
+        add("match_sum_iou", quality.sum_iou)
+        add("match_gated", quality.num_gated)
+        for reason, count in quality.dropped.items():
+            add(f"objects_dropped/{reason}", count)

@@ -1,0 +1,124 @@
+"""Records who did what when: closed intervals of every thread, for a trace that Perfetto can show.
+
+Off, a span is one shared object that does nothing. On, it is two clock reads and an append to a bounded
+buffer that forgets its oldest entries and counts them. Clocks of ranks are aligned through Unix time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.telemetry.storage_warning import StorageWarning
+
+DEFAULT_CAPACITY = 200_000
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One closed interval of one thread, in nanoseconds of ``time.perf_counter_ns``."""
+
+    name: str
+    thread: str
+    start_ns: int
+    end_ns: int
+
+
+class _OpenSpan:
+    __slots__ = ("_name", "_start_ns", "_trace")
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self._trace, self._name = trace, name
+
+    def __enter__(self) -> None:
+        self._start_ns = self._trace.now_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._trace.record(self._name, self._start_ns, self._trace.now_ns())
+
+
+class Trace:
+    """One rank's spans. Safe for any number of threads."""
+
+    def __init__(
+        self,
+        enabled: bool,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.enabled = enabled
+        self.now_ns = now_ns
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._num_recorded = 0
+        self._lock = threading.Lock()
+        self._unix_offset_ns = time.time_ns() - now_ns()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """A block to be recorded under ``name``, also when it raises."""
+        return _OpenSpan(self, name) if self.enabled else _NOTHING
+
+    def record(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Record an interval that the caller measured on this thread."""
+        if not self.enabled:
+            return
+        span = Span(name, threading.current_thread().name, start_ns, end_ns)
+        with self._lock:
+            self._spans.append(span)
+            self._num_recorded += 1
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What the buffer holds, in the order in which the intervals ended."""
+        with self._lock:
+            return tuple(self._spans)
+
+    @property
+    def num_forgotten(self) -> int:
+        """Spans that the buffer had no room for."""
+        with self._lock:
+            return self._num_recorded - len(self._spans)
+
+    def chrome_trace(self, rank: int) -> dict[str, Any]:
+        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
+        spans = self.spans
+        threads = {name: index for index, name in enumerate(dict.fromkeys(span.thread for span in spans))}
+        names = [_metadata("process_name", rank, 0, f"rank {rank}")]
+        names += [_metadata("thread_name", rank, index, name) for name, index in threads.items()]
+        events = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": rank,
+                "tid": threads[span.thread],
+                "ts": (span.start_ns + self._unix_offset_ns) / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+            }
+            for span in spans
+        ]
+        return {"traceEvents": names + events, "otherData": {"num_forgotten": self.num_forgotten}}
+
+    def save(self, path: Path, rank: int, warning: StorageWarning) -> None:
+        """Write the Chrome trace to ``path``, whole or not at all."""
+        if not self.enabled:
+            return
+        partial = path.with_suffix(".partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.chrome_trace(rank)))
+            os.replace(partial, path)
+        except OSError as error:
+            warning.report(path, error)
+
+
+def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
