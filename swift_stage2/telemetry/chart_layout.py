@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import summary as custom_scalar_summary
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.metrics import PARSE_DROP_REASONS, PREFIX, STAGES
@@ -59,7 +59,14 @@ def layout_summary() -> Summary:
         layout_pb2.Category(title=title, chart=[_chart(name, tags) for name, tags in charts.items()])
         for title, charts in LAYOUT.items()
     ]
-    return custom_scalar_summary.pb(layout_pb2.Layout(category=categories))
+    layout = layout_pb2.Layout(category=categories)
+    # tensorboard's own function for this summary needs TensorFlow.
+    value = Summary.Value(
+        tag=metadata.CONFIG_SUMMARY_TAG,
+        metadata=metadata.create_summary_metadata(),
+        tensor=make_tensor_proto(layout.SerializeToString()),
+    )
+    return Summary(value=[value])
 
 
 def _chart(title: str, tags: Sequence[str]) -> layout_pb2.Chart:
