@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.rendezvous import TCPStore
 
 _LISTEN_BACKLOG = 16
 _LEARNER_IS_HERE = "learner"
@@ -137,19 +139,21 @@ class WeightGroup:
         timeout = datetime.timedelta(seconds=timeout_s)
         if rank == self.SERVER_RANK:
             # A store given a port alone would listen on every interface.
-            store = dist.TCPStore(
+            store = TCPStore(
                 host, port, self._SIZE, True, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=_listen(host, port),
             )  # fmt: skip
             _await_learner(store, timeout_s, keep_waiting or (lambda: True))
         else:
-            store = dist.TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
+            store = TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
             store.set(_LEARNER_IS_HERE, "1")
-        options = dist.ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        self._store: dist.TCPStore | None = store
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, self._SIZE, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        self._store: TCPStore | None = store
+        self._group: Any = ProcessGroupGloo(
+            PrefixStore("weights", store), rank, self._SIZE, options
+        )
         self._timeout = timeout
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -165,7 +169,7 @@ class WeightGroup:
         self._store = None
 
 
-def _await_learner(store: dist.TCPStore, timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
+def _await_learner(store: TCPStore, timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
     end = time.monotonic() + timeout_s
     while keep_waiting():
         try:

@@ -1,0 +1,210 @@
+"""Turns the body of ``/infer/`` into requests, and completions into the records of stock ``swift rollout``.
+
+What is wrong with the call as a whole raises; what is wrong with one conversation becomes that request's own
+error, so that its sender can find it by halving. Unknown fields are errors, unsupported options too.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from swift_stage2.errors import ProtocolError, SampleError
+from swift_stage2.rollout_protocol import Completion
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+
+_BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
+_CONVERSATION_KEYS = {"messages", "images", "tools", "objects", "chat_template_kwargs"}
+# Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
+_IGNORED_KEYS = {"data_dict", "uuid", "add_eos"}
+_EMPTY_KEYS = {"audios", "videos"}
+# ms-swift's RequestConfig: options with the only value that this server takes.
+_FIXED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "stream": (False,), "n": (1,), "best_of": (None, 1), "num_beams": (1,), "min_p": (None, 0, 0.0),
+    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "length_penalty": (1, 1.0),
+    "prompt_logprobs": (None,), "structured_outputs_regex": (None,), "top_logprobs": (None,),
+}  # fmt: skip
+_FREE_OPTIONS = {
+    "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "logprobs",
+    "return_details",
+}  # fmt: skip
+
+
+class InferCall:
+    """One checked ``/infer/`` call: a request, or the reason why it is none, for every conversation."""
+
+    def __init__(self, body: Any) -> None:
+        """Raises ProtocolError, in one line, for what is wrong with the call as a whole."""
+        record = _object(body, "the body")
+        _refuse_unknown(record, _BODY_KEYS, "the body")
+        conversations = record.get("infer_requests")
+        if not isinstance(conversations, list) or not conversations:
+            raise ProtocolError("infer_requests must be a list of at least one request")
+        options = _object(record.get("request_config") or {}, "request_config")
+        _check_options(options)
+        self.return_details = options.get("return_details") is True
+        self.requests = [_request_or_error(item, options) for item in conversations]
+
+    def faults(self) -> dict[int, SampleError]:
+        """Index of every conversation that cannot be asked, and why."""
+        return {i: item for i, item in enumerate(self.requests) if isinstance(item, SampleError)}
+
+    def valid_requests(self) -> list[GenerationRequest]:
+        return [item for item in self.requests if isinstance(item, GenerationRequest)]
+
+
+def output_json(
+    completion: Completion, *, model: str, incarnation: str, return_details: bool
+) -> dict[str, Any]:
+    """One ``RolloutOutput`` of ms-swift, stamped with the weights that produced it."""
+    num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
+    choice = {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": completion.text,
+            "tool_calls": None,
+            "reasoning_content": None,
+        },
+        "finish_reason": completion.finish_reason,
+        "logprobs": _log_probs_json(completion),
+        "token_ids": list(completion.token_ids) if return_details else None,
+        "routed_experts": None,
+    }
+    response = {
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        },
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "prompt_token_ids": list(completion.prompt_token_ids) if return_details else None,
+        "prompt_logprobs": None,
+        "images_size": [list(size) for size in completion.images_size] if return_details else None,
+    }
+    stamp = {
+        "weight_version": completion.weight_version,
+        "run_id": completion.run_id,
+        "incarnation": incarnation,
+    }
+    return {
+        "response": response,
+        "messages": None,
+        "response_token_ids": [],
+        "response_loss_mask": [],
+        "rollout_infos": {"stage2": stamp},
+        "rollout_logprobs": [],
+        "prompt_logprobs": None,
+    }
+
+
+def _log_probs_json(completion: Completion) -> dict[str, Any] | None:
+    if completion.log_probs is None:
+        return None
+    pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+    return {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
+
+
+def _request_or_error(item: Any, options: Mapping[str, Any]) -> GenerationRequest | SampleError:
+    try:
+        return _request(item, options)
+    except (ProtocolError, SampleError) as error:
+        return SampleError(str(error))
+
+
+def _request(item: Any, options: Mapping[str, Any]) -> GenerationRequest:
+    record = _object(item, "a request")
+    _refuse_unknown(record, _CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS, "a request")
+    for key in _EMPTY_KEYS:
+        if record.get(key):
+            raise SampleError(f"this server takes text and images only, got {key}")
+    _check_messages(record.get("messages"))
+    images = record.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise SampleError("images must be a list of base64 text")
+    conversation = {key: record[key] for key in _CONVERSATION_KEYS if record.get(key) is not None}
+    stop = options.get("stop") or []
+    return GenerationRequest(
+        conversation={**conversation, "images": images},
+        sampling=Sampling(
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+            repetition_penalty=options.get("repetition_penalty"),
+            stop=tuple(stop),
+        ),
+        max_new_tokens=options.get("max_tokens"),
+        seed=options.get("seed"),
+        with_log_probs=bool(options.get("logprobs", False)),
+    )
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise SampleError("messages must be a list of at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise SampleError("a message must be an object with a role")
+        # Structured content could name files and addresses; media travels in `images` only.
+        if not isinstance(message.get("content"), str):
+            raise SampleError("a message's content must be text; put <image> in it and the image into images")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    _refuse_unknown(options, _FREE_OPTIONS | _FIXED_OPTIONS.keys(), "request_config")
+    for key, allowed in _FIXED_OPTIONS.items():
+        if key in options and options[key] not in allowed:
+            raise ProtocolError(f"this server supports {key}={allowed[0]!r} only, got {key}={options[key]!r}")
+    _number(options, "temperature", minimum=0.0)
+    _number(options, "top_p", minimum=0.0, maximum=1.0, exclusive=True)
+    _number(options, "repetition_penalty", minimum=0.0, exclusive=True)
+    _integer(options, "top_k", minimum=-1)
+    _integer(options, "max_tokens", minimum=1)
+    _integer(options, "seed", minimum=0, maximum=2**63 - 1)
+    stop = options.get("stop")
+    words = [] if stop is None else stop
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise ProtocolError(f"stop must be a list of text, got stop={stop!r}")
+
+
+def _number(
+    options: Mapping[str, Any],
+    key: str,
+    *,
+    minimum: float,
+    maximum: float = float("inf"),
+    exclusive: bool = False,
+) -> None:
+    value = options.get(key)
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not minimum <= value <= maximum or (exclusive and value == minimum):
+        start = "above" if exclusive else "from"
+        raise ProtocolError(f"{key} must be a number {start} {minimum} to {maximum}, got {key}={value!r}")
+
+
+def _integer(options: Mapping[str, Any], key: str, *, minimum: int, maximum: int = 2**31) -> None:
+    value = options.get(key)
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ProtocolError(f"{key} must be an integer from {minimum} to {maximum}, got {key}={value!r}")
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{what} must be an object, got {type(value).__name__}")
+    return value
+
+
+def _refuse_unknown(record: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(record.keys() - known)
+    if unknown:
+        raise ProtocolError(f"{what} knows no field {unknown[0]!r}; it takes {', '.join(sorted(known))}")

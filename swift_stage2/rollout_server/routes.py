@@ -1,0 +1,239 @@
+"""The routes of the rollout server: stock ``swift rollout``'s paths, and ours under ``/stage2/``.
+
+A route checks its body, asks the service, and turns errors into statuses; it decides nothing. Whatever
+may wait runs off the event loop, so that ``/health/`` always answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.rollout_protocol import Completion, RoundRequest
+from swift_stage2.rollout_server.engine import Ticket
+from swift_stage2.rollout_server.infer_wire import InferCall, output_json
+from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
+
+_DISCONNECT_POLL_S = 0.25
+_SETTLE_TIMEOUT_S = 600.0
+_CONTROL_THREADS = 8
+
+ResultT = TypeVar("ResultT")
+
+
+def create_app(service: RolloutService, api_key: str | None = None) -> FastAPI:
+    """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    routes = _Routes(service)
+    router = APIRouter(dependencies=[Depends(_bearer_check(api_key))] if api_key else [])
+    for path, method, handler in routes.table():
+        router.add_api_route(path, handler, methods=[method], response_model=None)
+    app.include_router(router)
+    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
+        app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
+    app.add_exception_handler(ProtocolError, _answer(422))
+    app.add_exception_handler(RoundRefused, _answer(409))
+    app.add_exception_handler(RoundFailed, _answer(500))
+    app.add_exception_handler(EngineUnavailable, _answer(503))
+    return app
+
+
+class _Routes:
+    def __init__(self, service: RolloutService) -> None:
+        self._service = service
+        self._rounds = service.rounds
+        self._engine = service.engine
+        self._control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="control")
+
+    def table(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        return [
+            (protocol.WORLD_SIZE, "GET", self.world_size),
+            (protocol.STATE_KEYS, "GET", self.state_keys),
+            (protocol.ENGINE_TYPE, "POST", self.engine_type),
+            (protocol.INFER, "POST", self.infer),
+            (protocol.INIT_COMMUNICATOR, "POST", self.init_communicator),
+            (protocol.UPDATE_FLATTENED_PARAMS, "POST", self.update_flattened_params),
+            (protocol.UPDATE_NAMED_PARAM, "POST", self.update_named_param),
+            (protocol.PROCESS_WEIGHTS, "POST", self.process_weights),
+            (protocol.RESET_PREFIX_CACHE, "POST", self.reset_prefix_cache),
+            (protocol.RESET_ENCODER_CACHE, "POST", self.reset_encoder_cache),
+            (protocol.RESET_MM_CACHE, "POST", self.reset_mm_cache),
+            (protocol.CLOSE_COMMUNICATOR, "POST", self.close_communicator),
+            (protocol.SERVER_INFO, "GET", self.info),
+            (protocol.BEGIN_ROUND, "POST", self.begin_round),
+            (protocol.FINISH_ROUND, "POST", self.finish_round),
+            (protocol.ABORT, "POST", self.abort),
+        ]
+
+    async def health(self) -> JSONResponse:
+        ready, body = self._service.health()
+        return JSONResponse(body, 200 if ready else 503)
+
+    async def info(self) -> dict[str, Any]:
+        return self._service.info().to_json()
+
+    async def world_size(self) -> dict[str, int]:
+        return {"world_size": 1}
+
+    async def state_keys(self) -> dict[str, list[str]]:
+        return {"keys": [spec.name for spec in self._engine.manifest()]}
+
+    async def engine_type(self) -> dict[str, Any]:
+        return {
+            "engine_type": f"Stage2{self._engine.name.capitalize()}Engine",
+            "enable_multi_turn": False,
+            "use_gym_env": False,
+            "enable_lora": False,
+        }
+
+    async def infer(self, request: Request) -> JSONResponse:
+        call = InferCall(await _json(request))
+        with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)):
+            if call.faults():
+                return _failed_requests(call.faults(), len(call.requests))
+            tickets = self._engine.submit(call.valid_requests())
+            try:
+                failures = await self._wait(tickets, request)
+            finally:
+                for ticket in tickets:
+                    ticket.abort()  # does nothing to those that have ended
+        if failures:
+            return _failed_requests(failures, len(tickets))
+        return JSONResponse([self._output(ticket.future.result(0), call) for ticket in tickets])
+
+    async def init_communicator(self, request: Request) -> dict[str, str]:
+        body = _fields(await _json(request), {"host": str, "port": int})
+        if body.get("backend", "gloo") != "gloo":
+            raise ProtocolError(f"weights are received over gloo only, got backend={body['backend']!r}")
+        timeout_s = float(body.get("timeout_s", 300.0))
+        await self._off_loop(lambda: self._rounds.open_receiver(body["host"], body["port"], timeout_s))
+        return {"message": f"listening for weights on {body['host']}:{body['port']}"}
+
+    async def update_flattened_params(self, request: Request) -> dict[str, str]:
+        self._rounds.expect(parse_bucket(await _json(request)))
+        return {"message": "ready for the bucket"}
+
+    async def update_named_param(self, request: Request) -> dict[str, str]:
+        self._rounds.expect(parse_single_tensor(await _json(request)))
+        return {"message": "ready for the tensor"}
+
+    async def process_weights(self) -> dict[str, Any]:
+        non_finite = await self._off_loop(self._rounds.load)
+        return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
+
+    async def reset_prefix_cache(self) -> dict[str, str]:
+        settled = await self._off_loop(lambda: self._engine.settle(_SETTLE_TIMEOUT_S))
+        return {"message": f"Request received, resetting prefix cache status: {settled}"}
+
+    async def reset_encoder_cache(self) -> dict[str, str]:
+        return {"message": "Request received, resetting encoder cache status: True"}
+
+    async def reset_mm_cache(self) -> dict[str, str]:
+        return {"message": "Request received, resetting mm cache status: True"}
+
+    async def close_communicator(self) -> dict[str, str]:
+        await self._off_loop(self._rounds.close_receiver)
+        return {"message": "Request received, closing communicator"}
+
+    async def begin_round(self, request: Request) -> dict[str, str]:
+        wanted = RoundRequest.from_json(await _json(request))
+        await self._off_loop(lambda: self._rounds.begin(wanted))
+        return {"message": "the round is open", "incarnation": self._service.incarnation}
+
+    async def finish_round(self, request: Request) -> dict[str, Any]:
+        body = _fields(await _json(request), {"round_id": str})
+        commit = body.get("commit", True) is True
+        proof = await self._off_loop(lambda: self._rounds.finish(body["round_id"], commit=commit))
+        if proof is None:
+            return {"message": "the round was given up", "state": self._service.state()}
+        return proof.to_json()
+
+    async def abort(self) -> dict[str, int]:
+        return {"aborted": await self._off_loop(self._engine.abort)}
+
+    async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._control, call)
+
+    async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
+        """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
+        waiting = {asyncio.wrap_future(ticket.future) for ticket in tickets}
+        while waiting:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=_DISCONNECT_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if any(future.exception() for future in done) or await request.is_disconnected():
+                break
+        ended = {i: ticket.future for i, ticket in enumerate(tickets) if ticket.future.done()}
+        failures = {i: error for i, future in ended.items() if (error := future.exception(0)) is not None}
+        unavailable = next((e for e in failures.values() if isinstance(e, EngineUnavailable)), None)
+        if unavailable is not None:
+            raise unavailable
+        if waiting and not failures:
+            raise EngineUnavailable("the caller has gone; its requests were aborted")
+        return failures
+
+    def _output(self, completion: Completion, call: InferCall) -> dict[str, Any]:
+        return output_json(
+            completion,
+            model=self._engine.model,
+            incarnation=self._service.incarnation,
+            return_details=call.return_details,
+        )
+
+
+def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
+    causes = [{"index": index, "cause": _cause(error)} for index, error in sorted(failures.items())]
+    first = causes[0]
+    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
+    return JSONResponse({"detail": detail, "failures": causes}, 500)
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
+
+
+def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
+    def answer(_: Request, error: Exception) -> JSONResponse:
+        body = {"detail": " ".join(str(error).splitlines())}
+        if isinstance(error, RoundRefused):
+            body["reason"] = error.reason
+        return JSONResponse(body, status)
+
+    return answer
+
+
+def _bearer_check(api_key: str) -> Callable[[Request], None]:
+    expected = f"Bearer {api_key}".encode()
+
+    def check(request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, expected):
+            raise HTTPException(401, "send the server's key as a bearer token")
+
+    return check
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except ValueError as error:
+        raise ProtocolError(f"the body must be JSON: {error}") from error
+
+
+def _fields(body: Any, required: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the body must be an object, got {type(body).__name__}")
+    for name, kind in required.items():
+        if not isinstance(body.get(name), kind):
+            raise ProtocolError(f"{name} must be given as {kind.__name__}, got {name}={body.get(name)!r}")
+    return body

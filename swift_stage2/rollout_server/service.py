@@ -1,0 +1,76 @@
+"""The server without HTTP: one engine, its weight rounds, and what the process says of itself."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from swift_stage2.errors import ProtocolError
+from swift_stage2.rollout_protocol import ServerInfo, TensorSpec
+from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, num_bytes
+from swift_stage2.rollout_server.weight_rounds import WeightRounds
+
+
+class RolloutService:
+    """What the routes talk to. ``incarnation`` is new at every start of the process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.incarnation = uuid.uuid4().hex
+        self.rounds = WeightRounds(engine, self.incarnation)
+
+    def state(self) -> str:
+        """The engine's state unless it is ready; then the state of the weight rounds."""
+        engine_state = self.engine.status().state
+        return str(engine_state if engine_state is not EngineState.READY else self.rounds.state)
+
+    def info(self) -> ServerInfo:
+        stamp = self.engine.stamp
+        return ServerInfo(
+            stock=False,
+            incarnation=self.incarnation,
+            engine=self.engine.name,
+            model=self.engine.model,
+            weight_version=stamp.version,
+            run_id=stamp.run_id,
+            state=self.state(),
+            can_abort=self.engine.can_abort,
+            manifest=self.engine.manifest(),
+        )
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the engine can answer, and what it does; never waits for it."""
+        status = self.engine.status()
+        ready = status.state is EngineState.READY
+        return ready, {
+            "status": "ok" if ready else str(status.state),
+            "state": self.state(),
+            "detail": status.detail,
+            "num_waiting": status.num_waiting,
+            "num_running": status.num_running,
+            "batches_run": status.batches_run,
+            "completions_made": status.completions_made,
+        }
+
+
+def parse_bucket(body: Any) -> Bucket:
+    """The body of ``/update_flattened_params/``. Raises ProtocolError for a layout that has no meaning."""
+    metadatas = body.get("metadatas") if isinstance(body, dict) else None
+    if not isinstance(metadatas, list):
+        raise ProtocolError("update_flattened_params takes {metadatas: [...]}")
+    return Bucket.from_entries([_entry(item) for item in metadatas])
+
+
+def parse_single_tensor(body: Any) -> Bucket:
+    """The body of ``/update_named_param/``: a bucket with one tensor."""
+    spec = TensorSpec.from_json(body)
+    return Bucket.from_entries([BucketEntry(spec, 0, num_bytes(spec))])
+
+
+def _entry(item: Any) -> BucketEntry:
+    spec = TensorSpec.from_json(item)
+    start, end = item.get("start_idx"), item.get("end_idx")
+    if not isinstance(start, int) or not isinstance(end, int):
+        raise ProtocolError(f"start_idx and end_idx must be byte offsets, got {start!r} and {end!r}")
+    return BucketEntry(spec, start, end)

@@ -1,0 +1,204 @@
+"""ms-swift's TransformersEngine with rows that are drawn, limited and aborted one by one.
+
+Encodes one conversation (any thread) and generates one batch of encoded rows (the engine thread only). The
+one file of the server that knows ms-swift; errors of its templates leave it as they are, per row.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.errors import SampleError
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
+
+declare_operators()  # before the first import of ms-swift, which imports torchvision
+
+from swift.infer_engine import TransformersEngine  # noqa: E402
+from swift.template.utils import StopWordsCriteria  # noqa: E402
+from swift.utils import import_external_file, to_device  # noqa: E402
+
+__all__ = ["EncodedRow", "GeneratedRow", "SwiftGenerator", "import_external_file"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """One conversation as the model reads it, with the most tokens that it may still add."""
+
+    inputs: dict[str, Any]
+    template_inputs: Any
+    prompt_token_ids: tuple[int, ...]
+    images_size: tuple[tuple[int, int], ...]
+    limit: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedRow:
+    """What was sampled, verbatim: the stop token is included, as vLLM and so the stock server do."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    end: RowEnd
+    log_probs: tuple[float, ...] | None
+
+
+class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
+    """The model and its template. Loading follows ms-swift; sampling and stopping are per row."""
+
+    def prepare(self) -> None:
+        """Sets what every call relies on: inference mode of the template, eval mode of the model."""
+        self.model.eval()
+        self.template.set_mode("transformers")
+        if self.template.use_model:
+            self.template.model = self.model
+
+    def encode_row(self, request: GenerationRequest) -> EncodedRow:
+        """Encodes one conversation.
+
+        Raises:
+            SampleError: an image that is none, or a prompt that leaves no room for a token.
+            Exception: whatever ms-swift's template raises on data it cannot encode.
+        """
+        images = [_decode_image(image) for image in request.conversation.get("images", ())]
+        conversation = {**request.conversation, "images": images}
+        inputs = self.template.encode(conversation, return_template_inputs=True)
+        template_inputs = inputs.pop("template_inputs")
+        prompt = tuple(inputs["input_ids"])
+        room = (self.max_model_len or len(prompt)) - len(prompt)
+        if room <= 0:
+            raise SampleError(
+                f"a prompt must leave room for one token, got prompt_tokens={len(prompt)} "
+                f"max_model_len={self.max_model_len}; shorten it or shrink its images"
+            )
+        limit = room if request.max_new_tokens is None else min(request.max_new_tokens, room)
+        sizes = tuple(image.size for image in template_inputs.images if isinstance(image, Image.Image))
+        return EncodedRow(inputs, template_inputs, prompt, sizes, limit, request.seed)
+
+    @torch.inference_mode()
+    def generate_rows(
+        self,
+        rows: Sequence[EncodedRow],
+        sampling: Sampling,
+        *,
+        with_log_probs: bool,
+        aborted: Callable[[], Sequence[bool]],
+    ) -> list[GeneratedRow]:
+        """Generates one batch. ``aborted`` is asked after every token."""
+        batch = to_device(self.template.data_collator([dict(row.inputs) for row in rows]), self.model.device)
+        if self.model_meta.is_multimodal:
+            _, batch = self.template.pre_forward_hook(self.model, None, batch)
+        batch.pop("labels", None)
+        num_prompt = batch["input_ids"].shape[1] if "input_ids" in batch else 0
+        ledger = self._make_ledger(rows, sampling, num_prompt, aborted)
+        sampler = self._make_sampler(rows, sampling, with_log_probs)
+        config = self._generation_config(sampling, max(row.limit for row in rows))
+        arguments = self.template.prepare_generate_kwargs(
+            {"generation_config": config, **batch}, model=self.model
+        )
+        arguments["stopping_criteria"] = StoppingCriteriaList([ledger])
+        arguments["logits_processor"] = LogitsProcessorList([sampler])
+        sequences = self.template.generate(self.model, **arguments)[:, num_prompt:].tolist()
+        log_probs = sampler.log_probs()
+        return [
+            self._make_row(rows[i], sequences[i][:length], end, log_probs[i][:length] if log_probs else None)
+            for i, (length, end) in enumerate(ledger.ends())
+        ]
+
+    def _make_row(
+        self, row: EncodedRow, token_ids: list[int], end: RowEnd, log_probs: list[float] | None
+    ) -> GeneratedRow:
+        text = self.template.decode_generate_ids(token_ids, template_inputs=row.template_inputs)
+        return GeneratedRow(text, tuple(token_ids), end, None if log_probs is None else tuple(log_probs))
+
+    def _make_ledger(
+        self,
+        rows: Sequence[EncodedRow],
+        sampling: Sampling,
+        num_prompt: int,
+        aborted: Callable[[], Sequence[bool]],
+    ) -> RowLedger:
+        return RowLedger(
+            prompt_length=num_prompt,
+            limits=[row.limit for row in rows],
+            stop_token_ids=self._stop_ids(),
+            stop_words=StopWordsCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None,
+            aborted=aborted,
+            device=self.model.device,
+        )
+
+    def _make_sampler(
+        self, rows: Sequence[EncodedRow], sampling: Sampling, with_log_probs: bool
+    ) -> RowSampler:
+        warpers = self._warpers(sampling)
+        if warpers is None:
+            return RowSampler((), None, with_log_probs=with_log_probs)
+        num_steps = max(row.limit for row in rows)
+        uniforms = draw_uniforms([row.seed for row in rows], num_steps, self.model.device)
+        return RowSampler(warpers, uniforms, with_log_probs=with_log_probs)
+
+    def _warpers(self, sampling: Sampling) -> list[LogitsProcessor] | None:
+        """None when greedy. What a request leaves open comes from the model's generation config."""
+        default = self.generation_config
+        samples_by_default = bool(getattr(default, "do_sample", False))
+        temperature = sampling.temperature
+        if temperature is None:
+            temperature = (getattr(default, "temperature", None) or 1.0) if samples_by_default else 0.0
+        if temperature == 0:
+            return None
+        top_k = sampling.top_k if sampling.top_k is not None else getattr(default, "top_k", None)
+        top_p = sampling.top_p if sampling.top_p is not None else getattr(default, "top_p", None)
+        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(temperature))]
+        if top_k is not None and top_k > 0:
+            warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None and top_p < 1:
+            warpers.append(TopPLogitsWarper(top_p))
+        return warpers
+
+    def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
+        penalty = sampling.repetition_penalty
+        if penalty is None:
+            penalty = getattr(self.generation_config, "repetition_penalty", None) or 1.0
+        return GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=max_new_tokens,
+            do_sample=False,  # RowSampler draws
+            repetition_penalty=penalty,
+            eos_token_id=self._stop_ids(),
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _stop_ids(self) -> list[int]:
+        """The model's end tokens and the template's stop words, as vLLM is given them by ms-swift."""
+        configured = getattr(self.generation_config, "eos_token_id", None)
+        ends = [configured] if isinstance(configured, int) else list(configured or [])
+        stop_words = self._get_stop_token_ids(self.template.template_meta.stop_words)
+        return sorted({*ends, self.tokenizer.eos_token_id, *stop_words} - {None})
+
+
+def _decode_image(data: Any) -> Image.Image:
+    """A base64 image, bare or as a data URL. Paths and addresses are never opened."""
+    try:
+        raw = base64.b64decode(str(data).rpartition(";base64,")[2], validate=True)
+        image = Image.open(io.BytesIO(raw))
+        image.load()
+    except (binascii.Error, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise SampleError(f"an image must be base64 of an image file: {error}") from error
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,224 @@
+"""Receives one round's flattened buckets into memory and describes what arrived; touches no model.
+
+A thread of its own owns the weight group: it listens, waits for the learner, then fills one buffer per
+announced bucket, in order. Checksums are taken from the received bytes before anything else reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swift_stage2.collectives import WeightGroup
+from swift_stage2.errors import ProtocolError, RoundFailed
+from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.weight_checksum import checksum_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEntry:
+    """One tensor in a bucket; ``start`` and ``end`` are byte offsets."""
+
+    spec: TensorSpec
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The layout of one broadcast: entries that fill ``num_bytes`` without a gap."""
+
+    entries: tuple[BucketEntry, ...]
+    num_bytes: int
+
+    @classmethod
+    def from_entries(cls, entries: Sequence[BucketEntry]) -> Bucket:
+        """Checks the layout.
+
+        Raises:
+            ProtocolError: no entry, a gap or overlap, or a length that is not shape times item size.
+        """
+        if not entries:
+            raise ProtocolError("a bucket must hold at least one tensor, got metadatas=[]")
+        position = 0
+        for entry in entries:
+            size = num_bytes(entry.spec)
+            if entry.start != position or entry.end - entry.start != size:
+                raise ProtocolError(
+                    f"tensors of a bucket must follow each other byte by byte, got name={entry.spec.name} "
+                    f"start_idx={entry.start} end_idx={entry.end}, expected {position} to {position + size}"
+                )
+            position = entry.end
+        return cls(tuple(entries), position)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedWeights:
+    """What arrived, by name: tensors (views of the buffers), checksums, and names with NaN or infinity."""
+
+    tensors: dict[str, torch.Tensor]
+    checksums: dict[str, str]
+    non_finite: tuple[str, ...]
+
+
+class StagingBuffers:
+    """Keeps the buffers of the last round, so that memory stays flat and its pages stay mapped."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def buffer(self, index: int, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer for the round's bucket number ``index``; reused when its size has not changed."""
+        kept = self._buffers.get(index)
+        if kept is None or kept.numel() != num_bytes:
+            kept = self._buffers[index] = torch.empty(num_bytes, dtype=torch.uint8)
+        return kept
+
+    def trim(self, num_buckets: int) -> None:
+        """Frees the buffers that a round with ``num_buckets`` did not need."""
+        for index in [index for index in self._buffers if index >= num_buckets]:
+            del self._buffers[index]
+
+
+class WeightReceiver:
+    """One weight group for one round. ``start``, any number of ``expect``, ``collect``, ``close``."""
+
+    def __init__(self, host: str, port: int, timeout_s: float, staging: StagingBuffers) -> None:
+        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._staging = staging
+        self._end = time.monotonic() + timeout_s
+        self._changed = threading.Condition()
+        self._expected: list[Bucket] = []
+        self._num_received = 0
+        self._listening = self._closed = self._ended = False
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+
+    def start(self) -> None:
+        """Returns once learners can connect. Raises RoundFailed when the address cannot be listened on."""
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._listening or self._ended, self._timeout_s)
+            if not self._listening:
+                raise RoundFailed(
+                    f"the server cannot listen for weights on {self._host}:{self._port}: "
+                    f"{self._failure or 'no answer in time'}; choose a free group_port"
+                )
+
+    def expect(self, bucket: Bucket) -> None:
+        """Announces the next broadcast. Raises RoundFailed when the group is lost or was closed."""
+        with self._changed:
+            if self._failure or self._closed:
+                raise RoundFailed(self._failure or "the weight group was closed")
+            self._expected.append(bucket)
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float) -> ReceivedWeights:
+        """Everything that was announced, once it has arrived.
+
+        Raises:
+            RoundFailed: the learner was lost, or the time ran out; names how many buckets had arrived.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_received == len(self._expected) or self._ended, max(0.0, timeout_s)
+            )
+            num_received, buckets = self._num_received, list(self._expected)
+            failure = self._failure
+        if num_received < len(buckets):
+            cause = failure or f"timeout_s={timeout_s:.1f} is over"
+            raise RoundFailed(f"{num_received} of {len(buckets)} buckets arrived: {cause}")
+        self._staging.trim(len(buckets))
+        return _describe(buckets, self._staging)
+
+    def close(self) -> None:
+        """Lets the group go: at once when it is idle, at its own timeout when a transfer is stuck."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        """True once the group could not form or was lost."""
+        return self._failure is not None
+
+    def join(self, timeout_s: float) -> bool:
+        """True once the thread has ended and the port is free."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        group: WeightGroup | None = None
+        try:
+            group = WeightGroup(
+                WeightGroup.SERVER_RANK, self._host, self._port, self._timeout_s, self._keep_waiting
+            )
+            while (bucket := self._next_bucket()) is not None:
+                group.broadcast(self._staging.buffer(self._num_received, bucket.num_bytes))
+                with self._changed:
+                    self._num_received += 1
+                    self._changed.notify_all()
+        except Exception as error:  # top of the thread; told by start, expect and collect
+            self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finally:
+            if group is not None:
+                group.close()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _keep_waiting(self) -> bool:
+        with self._changed:
+            self._listening = True
+            self._changed.notify_all()
+            return not self._closed
+
+    def _next_bucket(self) -> Bucket | None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._num_received < len(self._expected),
+                max(0.0, self._end - time.monotonic()),
+            )
+            if self._closed or self._num_received == len(self._expected):
+                return None
+            return self._expected[self._num_received]
+
+
+def _describe(buckets: Sequence[Bucket], staging: StagingBuffers) -> ReceivedWeights:
+    tensors: dict[str, torch.Tensor] = {}
+    for index, bucket in enumerate(buckets):
+        flat = staging.buffer(index, bucket.num_bytes)
+        for entry in bucket.entries:
+            tensors[entry.spec.name] = _view(flat[entry.start : entry.end], entry.spec)
+    checksums = {name: checksum_tensor(tensor) for name, tensor in tensors.items()}
+    non_finite = tuple(
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    )
+    return ReceivedWeights(tensors, checksums, non_finite)
+
+
+def _view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype = torch_dtype(spec.dtype)
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()  # a view needs an aligned start
+    return flat.view(dtype).reshape(spec.shape)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name. Raises ProtocolError when there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"dtype must be the name of a torch dtype, got dtype={name!r}")
+    return dtype
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes that a tensor of that shape and dtype takes."""
+    return torch_dtype(spec.dtype).itemsize * math.prod(spec.shape)

@@ -1,0 +1,342 @@
+"""Decides what may happen to the weights, and when completions may be asked: one round at a time.
+
+A round: begin, open the receiver, expect buckets, load, finish. Arrived weights reach the model only when the
+whole manifest is there, in one step, so a push that is cut off leaves the old version serving under its old
+stamp. Called by the routes from any thread; holds its lock for decisions only, never while it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swift_stage2.errors import RoundFailed, RoundRefused
+from swift_stage2.rollout_protocol import RefusalReason, RoundProof, RoundRequest, TensorSpec
+from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.weight_receiver import (
+    Bucket,
+    ReceivedWeights,
+    StagingBuffers,
+    WeightReceiver,
+)
+
+_log = logging.getLogger(__name__)
+_MAX_DIFFERENCES_SHOWN = 5
+_JOIN_TIMEOUT_S = 2.0
+# A round whose learner has been silent for so long gives way to another run's: the learner is dead.
+_LEASE_S = 30.0
+
+
+class RoundState(StrEnum):
+    """What the server does with ``/infer/``: answers it, answers the round's own only, answers none."""
+
+    SERVING = "serving"
+    ROUND_OPEN = "round_open"
+    UNPROVEN = "unproven"
+
+
+@dataclass(slots=True)
+class _Round:
+    request: RoundRequest
+    end: float  # monotonic
+    last_call: float
+    receiver: WeightReceiver | None = None
+    received: ReceivedWeights | None = None
+    installed: InstalledWeights | None = None
+    failure: str | None = None
+
+
+class WeightRounds:
+    """The rounds of one server and the door of its ``/infer/``."""
+
+    def __init__(self, engine: Engine, incarnation: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._incarnation = incarnation
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._round: _Round | None = None
+        self._unproven = False
+        self._num_admitted = 0
+        self._last_proof: RoundProof | None = None
+        self._staging = StagingBuffers()
+        self._last_receiver: WeightReceiver | None = None
+
+    @property
+    def state(self) -> RoundState:
+        with self._lock:
+            self._expire()
+            if self._round is not None:
+                return RoundState.ROUND_OPEN
+            return RoundState.UNPROVEN if self._unproven else RoundState.SERVING
+
+    @contextmanager
+    def admission(self, round_id: str | None) -> Iterator[None]:
+        """One ``/infer/``, counted while it lasts.
+
+        Raises:
+            RoundRefused: a round is open and this is not its request, or the weights are unproven.
+        """
+        with self._lock:
+            self._expire()
+            self._check_admission(round_id)
+            self._num_admitted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_admitted -= 1
+
+    def begin(self, request: RoundRequest) -> None:
+        """Opens a round; until it ends, only its own requests are answered.
+
+        A round that failed, or that the same run left open, gives way. Raises:
+            RoundRefused: other tensors than the model's, another run's round, or completions in the making.
+        """
+        self._compare_manifest(request.manifest)
+        with self._lock:
+            self._expire()
+            held = self._round
+            if held is not None and held.request.run_id != request.run_id and self._is_alive(held):
+                raise RoundRefused(
+                    RefusalReason.ROUND_OPEN,
+                    f"run {held.request.run_id} holds the server with round {held.request.round_id}; give every "
+                    f"run a server of its own, or wait {_LEASE_S:.0f} s if that learner is dead",
+                )
+            if self._num_admitted:
+                raise RoundRefused(
+                    RefusalReason.BUSY,
+                    f"a round must find the server idle, got num_running={self._num_admitted} /infer/ calls; "
+                    "drain or abort them and ask again",
+                )
+            self._end_round()
+            now = self._clock()
+            self._round = _Round(request, end=now + request.timeout_s, last_call=now)
+        self._release_port(held)
+
+    def open_receiver(self, host: str, port: int, timeout_s: float) -> None:
+        """Listens for the learner; returns once it can connect.
+
+        Raises:
+            RoundRefused: no round is open, or it listens already.
+            RoundFailed: the address cannot be listened on.
+        """
+        with self._lock:
+            current = self._open_round()
+            if current.receiver is not None:
+                raise RoundRefused(RefusalReason.WRONG_ORDER, "the round listens for weights already")
+            timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
+            if self._last_receiver is not None and not self._last_receiver.join(0):
+                self._staging = StagingBuffers()  # a stuck transfer may still write into the old ones
+            receiver = WeightReceiver(host, port, timeout_s, self._staging)
+            self._last_receiver = current.receiver = receiver
+        try:
+            receiver.start()
+        except RoundFailed as error:
+            self._fail(current, error)
+            raise
+
+    def expect(self, bucket: Bucket) -> None:
+        """Announces the next broadcast.
+
+        Raises:
+            RoundRefused: no round is open, or it does not listen.
+            RoundFailed: a tensor that the manifest does not have so, or a group that is lost.
+        """
+        with self._lock:
+            current = self._open_round()
+            receiver = self._listening(current)
+        try:
+            self._compare_bucket(current, bucket)
+            receiver.expect(bucket)
+        except RoundFailed as error:
+            self._fail(current, error)
+            raise
+
+    def load(self) -> tuple[str, ...]:
+        """Waits for all announced buckets and copies them into the model; names with NaN or infinity return.
+
+        Raises:
+            RoundRefused: no round is open, it does not listen, or it has loaded already.
+            RoundFailed: not everything arrived (the old weights serve on), or the copy failed.
+        """
+        with self._lock:
+            current = self._open_round()
+            if current.installed is not None:
+                raise RoundRefused(RefusalReason.WRONG_ORDER, "the round's weights are loaded already")
+            receiver = self._listening(current)
+        try:
+            if current.failure:
+                raise RoundFailed(current.failure)
+            received = receiver.collect(current.end - self._clock())
+            self._require_all(current, received)
+            self._install(current, received)
+        except RoundFailed as error:
+            self._fail(current, error)
+            with self._lock:
+                if self._round is current:
+                    self._end_round()
+            raise
+        if received.non_finite:
+            _log.warning("NaN or infinity arrived in %s", ", ".join(received.non_finite))
+        return received.non_finite
+
+    def close_receiver(self) -> None:
+        """Lets the weight group go, if there is one."""
+        with self._lock:
+            receiver = self._round.receiver if self._round is not None else None
+        if receiver is not None:
+            receiver.close()
+            receiver.join(_JOIN_TIMEOUT_S)
+
+    def finish(self, round_id: str, *, commit: bool = True) -> RoundProof | None:
+        """Ends the round with its proof; asked again, the same proof returns. None when it was given up.
+
+        Weights that were loaded and are not vouched for (given up, or not resident as they arrived) leave
+        the server unproven. Raises:
+            RoundRefused: not the open round, or nothing was loaded (it ends, the old weights serve on).
+        """
+        with self._lock:
+            if self._last_proof is not None and self._last_proof.round_id == round_id:
+                return self._last_proof
+            current = self._open_round()
+            if current.request.round_id != round_id:
+                raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not the open one")
+            received, installed = current.received, current.installed
+            proof = None
+            if commit and received is not None and installed is not None:
+                proof = self._last_proof = self._prove(current, received, installed)
+                self._unproven = dict(proof.resident) != dict(proof.arrived)
+                current.installed = None
+            self._end_round()
+        self._release_port(current)
+        if commit and proof is None:
+            raise RoundRefused(
+                RefusalReason.WRONG_ORDER,
+                f"a round must load before it commits: {current.failure or 'no weights were loaded'}",
+            )
+        return proof
+
+    # --- decisions, under the lock --------------------------------------------------------------
+    def _check_admission(self, round_id: str | None) -> None:
+        if self._round is not None:
+            if round_id != self._round.request.round_id:
+                raise RoundRefused(
+                    RefusalReason.ROUND_OPEN,
+                    f"round {self._round.request.round_id} is open; until it ends only its own requests count",
+                )
+        elif round_id is not None:
+            raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not open")
+        elif self._unproven:
+            raise RoundRefused(
+                RefusalReason.UNPROVEN, "the model holds weights that no round has proven; run a sync round"
+            )
+
+    def _open_round(self) -> _Round:
+        self._expire()
+        if self._round is None:
+            raise RoundRefused(RefusalReason.NO_ROUND, "no round is open; begin one first")
+        self._round.last_call = self._clock()
+        return self._round
+
+    def _is_alive(self, held: _Round) -> bool:
+        lost = held.failure is not None or (held.receiver is not None and held.receiver.failed)
+        return not lost and self._clock() - held.last_call < _LEASE_S
+
+    def _listening(self, current: _Round) -> WeightReceiver:
+        if current.receiver is None:
+            raise RoundRefused(
+                RefusalReason.WRONG_ORDER, "init_communicator comes first: nothing listens yet"
+            )
+        return current.receiver
+
+    def _expire(self) -> None:
+        if self._round is not None and self._clock() > self._round.end:
+            _log.warning("round %s ran out of time and is forgotten", self._round.request.round_id)
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """Forgets the round. What it loaded without a commit is nobody's weights."""
+        if self._round is None:
+            return
+        if self._round.installed is not None:
+            self._unproven = True
+        if self._round.receiver is not None:
+            self._round.receiver.close()
+        self._round = None
+
+    def _prove(self, current: _Round, received: ReceivedWeights, installed: InstalledWeights) -> RoundProof:
+        return RoundProof(
+            round_id=current.request.round_id,
+            incarnation=self._incarnation,
+            weight_version=current.request.version,
+            arrived=received.checksums,
+            resident=installed.resident,
+            loaded=installed.loaded,
+        )
+
+    # --- checks and waits, outside the lock -----------------------------------------------------
+    def _compare_manifest(self, manifest: Sequence[TensorSpec]) -> None:
+        own = {spec.name: spec for spec in self._engine.manifest()}
+        theirs = {spec.name: spec for spec in manifest}
+        differences = [
+            f"{name}: server {_shown(own.get(name))}, learner {_shown(theirs.get(name))}"
+            for name in sorted(own.keys() | theirs.keys())
+            if own.get(name) != theirs.get(name)
+        ]
+        if differences:
+            raise RoundRefused(
+                RefusalReason.MANIFEST_DIFFERS,
+                f"a round must bring the model's own tensors, got num_differences={len(differences)}: "
+                f"{'; '.join(differences[:_MAX_DIFFERENCES_SHOWN])}; serve the model that is trained",
+            )
+
+    def _compare_bucket(self, current: _Round, bucket: Bucket) -> None:
+        known = {spec.name: spec for spec in current.request.manifest}
+        for entry in bucket.entries:
+            if known.get(entry.spec.name) != entry.spec:
+                raise RoundFailed(
+                    f"a bucket must hold tensors of the round's manifest, got {entry.spec.name} "
+                    f"{_shown(entry.spec)}, manifest {_shown(known.get(entry.spec.name))}"
+                )
+
+    def _require_all(self, current: _Round, received: ReceivedWeights) -> None:
+        missing = [spec.name for spec in current.request.manifest if spec.name not in received.tensors]
+        if missing:
+            raise RoundFailed(
+                f"every tensor of the manifest must arrive, got num_missing={len(missing)}: "
+                f"{', '.join(missing[:_MAX_DIFFERENCES_SHOWN])}"
+            )
+
+    def _install(self, current: _Round, received: ReceivedWeights) -> None:
+        stamp = WeightStamp(current.request.version, current.request.run_id)
+        remaining_s = max(0.1, current.end - self._clock())
+        try:
+            installed = self._engine.install(received.tensors, stamp, remaining_s)
+        except RoundFailed as error:
+            with self._lock:
+                self._unproven = self._unproven or error.torn
+            raise
+        with self._lock:
+            current.received, current.installed = received, installed
+            if self._round is not current:
+                self._unproven = True  # the round ran out of time while the engine loaded
+
+    def _fail(self, current: _Round, error: RoundFailed) -> None:
+        _log.warning("round %s failed: %s", current.request.round_id, error)
+        with self._lock:
+            current.failure = current.failure or str(error)
+        if current.receiver is not None:
+            current.receiver.close()
+
+    def _release_port(self, ended: _Round | None) -> None:
+        if ended is not None and ended.receiver is not None:
+            ended.receiver.join(_JOIN_TIMEOUT_S)
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
