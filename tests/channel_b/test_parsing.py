@@ -1,0 +1,418 @@
+"""Parsing against a table of worked cases, ``json.loads`` as oracle, and texts made to hurt."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.parsing import Dialect, DropReason, PredictedObject, parse_rollout
+
+A = PredictedObject("a", (1, 2, 3, 4))
+B = PredictedObject("b", (5, 6, 7, 8))
+TEXT_A = '{"bbox_2d": [1, 2, 3, 4], "label": "a"}'
+TEXT_B = '{"bbox_2d": [5, 6, 7, 8], "label": "b"}'
+
+
+def check(
+    text: str,
+    objects: tuple[PredictedObject, ...],
+    dropped: dict[str, int],
+    truncated: bool,
+    dialect: str = "object_list",
+) -> None:
+    parsed = parse_rollout(text, dialect)
+    assert parsed.objects == objects
+    assert parsed.dropped == dropped
+    assert dict(parsed.dropped) == dropped
+    assert parsed.truncated is truncated
+
+
+@pytest.mark.parametrize(
+    ("text", "objects", "dropped", "truncated"),
+    [
+        (f"[{TEXT_A}, {TEXT_B}]", (A, B), {}, False),
+        (f"```json\n[\n\t{TEXT_A},\n\t{TEXT_B}\n]\n```", (A, B), {}, False),
+        (f'[{TEXT_A}, {{"bbox_2d": [5, 6, 7], "label": "b"}}]', (A,), {"wrong_arity": 1}, False),
+        (f'[{TEXT_A}, {{"bbox_2d": [5, 6', (A,), {}, True),
+        ("I see nothing.", (), {}, True),
+        ("[]", (), {}, False),
+        ("", (), {}, False),
+        ("<|im_end|>", (), {}, False),
+        ("[", (), {}, True),
+        (f"[{TEXT_A}", (A,), {}, True),
+        (f"[{TEXT_A},", (A,), {}, True),
+        (f"Here they are: [{TEXT_A}] and that is all, {TEXT_B}]", (A,), {}, False),
+        (f"[{TEXT_A}]<|im_end|>\n[{TEXT_B}]", (A,), {}, False),
+        (f"[{TEXT_A}, <|im_end|>{TEXT_B}]", (A,), {}, True),
+        (f"<|im_end|>[{TEXT_A}]", (), {}, False),
+        # Prose may hold the first bracket; nothing is guessed.
+        (f"I see [two]: [{TEXT_A}]", (), {"not_an_object": 1}, False),
+    ],
+)
+def test_container(
+    text: str, objects: tuple[PredictedObject, ...], dropped: dict[str, int], truncated: bool
+) -> None:
+    check(text, objects, dropped, truncated)
+
+
+@pytest.mark.parametrize(
+    ("element", "reason"),
+    [
+        ("7", "not_an_object"),
+        ("null", "not_an_object"),
+        ('"a"', "not_an_object"),
+        ("two words", "not_an_object"),
+        ("[1, 2, 3, 4]", "not_an_object"),
+        ("{", None),
+        ("{]", None),
+        ("{'bbox_2d': [1, 2, 3, 4], 'label': 'a'}", "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4] "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a",}', "not_an_object"),
+        ('{,"bbox_2d": [1, 2, 3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4,], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2,, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1 2 3 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [01, 2, 3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [+1, 2, 3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4.], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [x, 2, 3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4), "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4, "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4]], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, {3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [<|coord_1|><|coord_2|>], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [<|coord_x|>, 2, 3, 4], "label": "a"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a\nb"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a\\x"}', "not_an_object"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 1}', "unexpected_key"),
+        ('{"bbox_2d": [1], "label": "a", "score": 1}', "unexpected_key"),
+        ('{"desc": "a", "bbox_2d": [1, 2, 3, 4]}', "unexpected_key"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a", "label": "a"}', "unexpected_key"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "a", "\\u006cabel": "a"}', "unexpected_key"),
+        ('{"label": "a"}', "missing_box"),
+        ("{}", "missing_box"),
+        ('{"bbox_2d": null, "label": "a"}', "wrong_arity"),
+        ('{"bbox_2d": "1, 2, 3, 4", "label": "a"}', "wrong_arity"),
+        ('{"bbox_2d": {"x1": 1}, "label": "a"}', "wrong_arity"),
+        ('{"bbox_2d": [[1, 2, 3, 4]], "label": "a"}', "wrong_arity"),
+        ('{"bbox_2d": [], "label": ""}', "wrong_arity"),
+        ('{"bbox_2d": [1, 2, 3, 4, 5], "label": "a"}', "wrong_arity"),
+        ('{"bbox_2d": [1, 2, 3, 4]}', "missing_label"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": " "}', "missing_label"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": "\\t\\u00a0"}', "missing_label"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": 7}', "missing_label"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": null}', "missing_label"),
+        ('{"bbox_2d": [1, 2, 3, 4], "label": ["a"]}', "missing_label"),
+        ('{"bbox_2d": [9, 2, 3, 4], "label": ""}', "invalid_box"),
+    ],
+)
+def test_a_bad_element_is_dropped_alone_with_its_first_reason(element: str, reason: str | None) -> None:
+    if reason is None:  # it never ends, and takes the rest of the text with it
+        check(f"[{TEXT_A}, {element}, {TEXT_B}]", (A,), {}, True)
+    else:
+        check(f"[{TEXT_A}, {element}, {TEXT_B}]", (A, B), {reason: 1}, False)
+        check(f"[{element}]", (), {reason: 1}, False)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "9, 2, 3, 4",
+        "1, 9, 3, 4",
+        "-1, 2, 3, 4",
+        "1.5, 2, 3, 4",
+        "1.0, 2, 3, 4",
+        "1e0, 2, 3, 4",
+        "true, 2, 3, 4",
+        "null, 2, 3, 4",
+        "NaN, 2, 3, 4",
+        "1, 2, Infinity, 4",
+        "-Infinity, 2, 3, 4",
+        '"1", 2, 3, 4',
+        '"1", "2", "3", "4"',
+        "[1], 2, 3, 4",
+        "{}, 2, 3, 4",
+        "<|coord_1|>, 2, 3, 4",
+        '"<|coord_1|>", 2, 3, 4',
+        '"<|coord_1|> ", <|coord_2|>, <|coord_3|>, <|coord_4|>',
+        '"coord_1", <|coord_2|>, <|coord_3|>, <|coord_4|>',
+        "<|coord_9|>, <|coord_2|>, <|coord_3|>, <|coord_4|>",
+        "1, 2, 3, " + "9" * 5000,
+    ],
+)
+def test_invalid_box(box: str) -> None:
+    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', (), {"invalid_box": 1}, False)
+
+
+@pytest.mark.parametrize(
+    ("box", "expected"),
+    [
+        ("1, 2, 1, 2", (1, 2, 1, 2)),
+        ("0, 0, 0, 0", (0, 0, 0, 0)),
+        ("-0, 0, 0, 0", (0, 0, 0, 0)),
+        ("1,2\n,\t3 ,4", (1, 2, 3, 4)),
+        ("1, 2, 3, " + "9" * 30, (1, 2, 3, 10**30 - 1)),
+        ("<|coord_7|>, <|coord_0|>, <|coord_70|>, <|coord_999|>", (7, 0, 70, 999)),
+        ('"<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"', (1, 2, 3, 4)),
+        ('"<|coord_1|>", <|coord_2|>, "<|coord_3|>", <|coord_4|>', (1, 2, 3, 4)),
+    ],
+)
+def test_valid_box(box: str, expected: tuple[int, int, int, int]) -> None:
+    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', (PredictedObject("a", expected),), {}, False)
+
+
+@pytest.mark.parametrize(
+    ("literal", "label"),
+    [
+        ('" a "', "a"),
+        ('"a } ] , { ["', "a } ] , { ["),
+        (r'"say \"a\" \\"', 'say "a" \\'),
+        (r'"caf\u00e9 \ud83d\ude00"', "café 😀"),
+        ('"café 😀"', "café 😀"),
+        ('"<|coord_7|>"', "<|coord_7|>"),
+    ],
+)
+def test_labels_are_decoded_and_stripped(literal: str, label: str) -> None:
+    text = f'[{{"label": {literal}, "bbox_2d": [1, 2, 3, 4]}}, {TEXT_B}]'
+    check(text, (PredictedObject(label, (1, 2, 3, 4)), B), {}, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"[{TEXT_A}, {TEXT_B},]", f"[{TEXT_A},, {TEXT_B}]", f"[{TEXT_A} {TEXT_B}]", f"[,{TEXT_A}{TEXT_B}]"],
+)
+def test_separators_spoil_no_object(text: str) -> None:
+    check(text, (A, B), {}, False)
+
+
+def test_text_beside_an_object_is_an_element_of_its_own() -> None:
+    check(f"[{TEXT_A} or so, {TEXT_B}]", (A, B), {"not_an_object": 1}, False)
+    check(f"[about {TEXT_A}, {TEXT_B}]", (B,), {"not_an_object": 1}, False)
+    check(f"[{TEXT_A}}}, {TEXT_B}]", (A, B), {"not_an_object": 1}, False)
+
+
+def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
+    return f'"{name}": {{"desc": "{label}", "bbox_2d": [{box}]}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "labels", "dropped", "truncated"),
+    [
+        ("{" + entry("object_10", "x") + ", " + entry("object_2", "y") + "}", "xy", {}, False),
+        ("{" + entry("object_1", "x") + ", " + entry("object_2", "y"), "xy", {}, True),
+        ("{" + entry("object_1", "x") + ', "object_2": {"desc": "y', "x", {}, True),
+        ("{" + entry("object_1", "x") + ', "object_2"', "x", {}, True),
+        ("{" + entry("object_1", "x") + ', "object_2": ', "x", {}, True),
+        ("{" + entry("object_1", "x") + ', "object_2": 7', "x", {}, True),
+        ("{}", "", {}, False),
+        ("[]", "", {}, True),
+        ("nothing", "", {}, True),
+        ("", "", {}, False),
+        ("Sure: ```\n{" + entry("object_1", "x") + "}\n``` {" + entry("object_2", "y") + "}", "x", {}, False),
+        ("{" + entry("object_1", "x") + "}<|im_end|>{", "x", {}, False),
+        (
+            "{" + entry("thing_1", "x") + ", " + entry("object_2", "y") + "}",
+            "y",
+            {"unexpected_key": 1},
+            False,
+        ),
+        ("{" + entry("object_", "x") + entry("object_1a", "y") + "}", "", {"unexpected_key": 2}, False),
+        ("{" + entry("object_²", "x") + "}", "", {"unexpected_key": 1}, False),
+        (
+            "{" + entry("object_1", "x") + ", " + entry("object_1", "y") + "}",
+            "x",
+            {"unexpected_key": 1},
+            False,
+        ),
+        (
+            "{" + entry("object_1", "x") + ", " + entry(r"object_\u0031", "y") + "}",
+            "x",
+            {"unexpected_key": 1},
+            False,
+        ),
+        (
+            '{"object_1": 7, ' + entry("object_1", "y") + "}",
+            "",
+            {"not_an_object": 1, "unexpected_key": 1},
+            False,
+        ),
+        ('{"thing": 7}', "", {"not_an_object": 1}, False),
+        ('{"object_1": [1, 2], ' + entry("object_2", "y") + "}", "y", {"not_an_object": 1}, False),
+        ('{"object_1": , ' + entry("object_2", "y") + "}", "y", {"not_an_object": 1}, False),
+        ('{"object_1"; {"a": 1}, ' + entry("object_2", "y") + "}", "y", {"not_an_object": 1}, False),
+        ('{object_1: {"desc": "}"}, ' + entry("object_2", "y") + "}", "y", {"not_an_object": 1}, False),
+        ('{"object_1": {"desc": "a" "b"}, ' + entry("object_2", "y") + "}", "y", {"not_an_object": 1}, False),
+        ('{"object_1": {"label": "a", "bbox_2d": [1, 2, 3, 4]}}', "", {"unexpected_key": 1}, False),
+        ("{" + entry("object_1", "") + "}", "", {"missing_label": 1}, False),
+        ("{" + entry("object_1", "x", "1, 2, 3") + "}", "", {"wrong_arity": 1}, False),
+        ("{" + entry("object_1", "x", "<|coord_7|>, 2, 3, 4") + "}", "", {"invalid_box": 1}, False),
+        ("{" + entry("object_1", "x") + "}, " + entry("object_2", "y") + "}", "x", {}, False),
+    ],
+)
+def test_object_map(body: str, labels: str, dropped: dict[str, int], truncated: bool) -> None:
+    objects = tuple(PredictedObject(label, (1, 2, 3, 4)) for label in labels)
+    check(body, objects, dropped, truncated, "object_map")
+
+
+def test_a_brace_in_a_description_closes_nothing() -> None:
+    text = "{" + entry("object_1", "a } b") + ", " + entry("object_2", r"c \" } {") + "}"
+    assert [found.label for found in parse_rollout(text, "object_map").objects] == ["a } b", 'c " } {']
+
+
+def test_unknown_dialect_names_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"dialect='yaml'.*object_list, object_map"):
+        parse_rollout("[]", "yaml")
+
+
+def test_the_result_is_immutable_and_travels_between_processes() -> None:
+    parsed = parse_rollout(f"[7, 8, {TEXT_A}, {{}}]", Dialect.OBJECT_LIST)
+    assert parsed.dropped == {"not_an_object": 2, "missing_box": 1}
+    assert parsed.dropped[DropReason.NOT_AN_OBJECT] == 2
+    with pytest.raises(TypeError):
+        parsed.dropped["missing_box"] = 0  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(parsed)) == copy.deepcopy(parsed) == parsed
+
+
+LABELS = st.text(min_size=1).filter(lambda label: bool(label.strip()) and "<|im_end|>" not in label)
+BOXES = st.tuples(*[st.integers(0, 2000)] * 4).map(
+    lambda c: [min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3])]
+)
+OBJECTS = st.lists(st.tuples(LABELS, BOXES), max_size=5)
+
+
+def well_formed(objects: list[tuple[str, list[int]]], dialect: str, **style: Any) -> str:
+    if dialect == "object_list":
+        return json.dumps([{"bbox_2d": box, "label": label} for label, box in objects], **style)
+    members = {f"object_{n}": {"desc": label, "bbox_2d": box} for n, (label, box) in enumerate(objects, 1)}
+    return json.dumps(members, **style)
+
+
+@given(OBJECTS, st.sampled_from(list(Dialect)), st.booleans(), st.sampled_from([None, 2]), st.data())
+def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
+    objects: list[tuple[str, list[int]]],
+    dialect: str,
+    ascii_only: bool,
+    indent: int | None,
+    data: st.DataObject,
+) -> None:
+    text = well_formed(objects, dialect, ensure_ascii=ascii_only, indent=indent)
+    expected = tuple(PredictedObject(label.strip(), tuple(box)) for label, box in objects)
+    check(text, expected, {}, False, dialect)
+    cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], dialect)
+    assert cut.objects == expected[: len(cut.objects)]
+    assert not cut.dropped
+    assert cut.truncated
+
+
+@given(
+    st.lists(
+        st.sampled_from([TEXT_A, TEXT_B, "7", '{"label": "a"}', '{"x": [}', '"]"', "[[]]", "{:}"]),
+        max_size=8,
+    )
+)
+def test_elements_do_not_influence_each_other(elements: list[str]) -> None:
+    whole = parse_rollout("[" + ",".join(elements) + "]")
+    alone = [parse_rollout(f"[{element}]") for element in elements]
+    assert whole.objects == tuple(found for one in alone for found in one.objects)
+    assert sum(whole.dropped.values()) == sum(sum(one.dropped.values()) for one in alone)
+    assert len(whole.objects) + sum(whole.dropped.values()) == len(elements)
+    assert not whole.truncated
+
+
+PIECES = st.sampled_from(
+    [
+        *'[]{}",:\\ \n',
+        '"bbox_2d":',
+        '"label":',
+        '"desc":',
+        '"object_1":',
+        "[1,2,3,4]",
+        '"a"',
+        TEXT_A,
+        "<|coord_1|>",
+        "<|im_end|>",
+        "-",
+        "1e9",
+        "0",
+        "true",
+        "NaN",
+        "\\u",
+        "\\ud800",
+        "\x00",
+        "é",
+        "```json",
+    ]
+)
+
+
+@given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(Dialect)))
+def test_no_text_raises(text: str, dialect: str) -> None:
+    parsed = parse_rollout(text, dialect)
+    assert all(count > 0 and reason in DropReason for reason, count in parsed.dropped.items())
+    for found in parsed.objects:
+        assert found.label == found.label.strip() != ""
+        assert 0 <= found.box[0] <= found.box[2]
+        assert 0 <= found.box[1] <= found.box[3]
+
+
+HOSTILE: dict[str, Callable[[int], str]] = {
+    "openers": lambda n: "[" * n,
+    "braces": lambda n: "[" + "{" * n,
+    "quotes": lambda n: "[" + '"' * n,
+    "objects that open": lambda n: '[{"a":' * (n // 6),
+    "nested objects": lambda n: "[" + '{"a":' * (n // 5),
+    "nested box": lambda n: '[{"bbox_2d":' + "[" * (n // 2) + "]" * (n // 2) + "}]",
+    "malformed elements": lambda n: "[" + '{"a":1 1},' * (n // 10),
+    "crossed brackets": lambda n: "[" + "{[}]" * (n // 4),
+    "openers of one kind, closers of the other": lambda n: "[" + "[{" * (n // 4) + "]" * (n // 2),
+    "digits": lambda n: '[{"bbox_2d":[' + "9" * n + ',2,3,4],"label":"a"}]',
+    "coordinate tokens": lambda n: '[{"bbox_2d":[' + "<|coord_" * (n // 8),
+    "members": lambda n: "[{" + '"a":1,' * (n // 6) + '"a":1}]',
+    "backslashes": lambda n: '[{"a":"' + "\\" * n,
+    "space": lambda n: "[" + " " * n + '{"a"' + " " * n,
+    "commas": lambda n: "[" + "," * n,
+    "map keys": lambda n: "{" + '"object_1":' * (n // 11),
+    "map entries": lambda n: "{" + '"object_1":{"desc":1},' * (n // 22),
+    "ends of turn": lambda n: "<|im_end|>" * (n // 10),
+}
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
+def test_work_grows_with_the_length_only(make: Callable[[int], str], dialect: str) -> None:
+    short, long = count_lines(make(1_000), dialect), count_lines(make(8_000), dialect)
+    assert long <= 9 * short + 200
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
+def test_long_hostile_texts_neither_recurse_nor_hang(make: Callable[[int], str]) -> None:
+    # Work inside the regular expressions is invisible to a line count; quadratic, it would not end here.
+    for dialect in Dialect:
+        assert parse_rollout(make(200_000), dialect).objects == ()
+
+
+def count_lines(text: str, dialect: str) -> int:
+    """Lines of Python that parsing a text executes."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        parse_rollout(text, dialect)
+    finally:
+        sys.settrace(before)
+    return lines
