@@ -6,12 +6,13 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
-import os
+import logging
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.collectives import ControlGroup, join_control_group
-from swift_stage2.config import OnPipelineFailure, StarvationAction, Stage2Config
+from swift_stage2.config import OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import check_isolation
-from swift_stage2.recorder import Recorder
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
@@ -40,9 +40,12 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.telemetry import Activity, LiveView, Telemetry
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import GlooTransport, NcclTransport, WeightTransport
+
+logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES_LOOKED_AT = 64
 _NUM_ISOLATION_SAMPLES = 3
@@ -55,37 +58,43 @@ PackedLoss = Callable[[dict[str, Any]], float]
 class Stage2Run:
     """One rank's running stage 2: what the trainer talks to."""
 
-    def __init__(self, learner: Learner, recorder: Recorder, channel_b: ChannelB | None, run_id: str) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        telemetry: Telemetry,
+        control: ControlGroup,
+        channel_b: ChannelB | None,
+        logging_steps: int,
+    ) -> None:
         self.learner = learner
-        self._recorder = recorder
+        self.telemetry = telemetry
+        self._control = control
         self._channel_b = channel_b
-        self._run_id = run_id
+        self._logging_steps = max(1, logging_steps)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """From the request for a window's batches until they are there; then the learner is busy."""
-        with self._recorder.activity("waiting"):
-            yield
+    def start(self) -> None:
+        """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
+        self.telemetry.clock.switch(Activity.BUSY)
+        self.learner.start()
 
-    def telemetry_activity(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time inside it under another name than busy."""
-        return self._recorder.activity(name)
+    def end_step(self, step: int, epoch: float | None, loss: float | None) -> None:
+        """Called on all ranks after optimizer step number ``step`` (from 1)."""
+        if step % self._logging_steps == 0:
+            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch, loss=loss)
 
-    def end_step(self, step: int) -> None:
-        """Called after optimizer step number ``step`` (from 1)."""
-        self._recorder.end_step(step)
-
-    def epoch_ended(self, epoch: float | None, num_read: int, num_batches: int) -> None:
-        """Tells how much of an epoch channel A trained."""
-        self._recorder.epoch_ended(epoch, num_read, num_batches)
+    def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
+        """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
+        self.telemetry.audit.write("epoch", epoch=epoch, a_batches=num_read, num_batches=num_batches)
+        if self._control.rank == 0:
+            logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint, as JSON."""
-        return {"learner": self.learner.state_dict(), "telemetry": self._recorder.state_dict()}
+        return {"learner": self.learner.state_dict(), "telemetry": self.telemetry.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; called before the learner starts."""
-        self._recorder.load_state_dict(state["telemetry"])
+        """Continues from a checkpoint; called before ``start``."""
+        self.telemetry.load_state_dict(state["telemetry"])
         if self._channel_b is not None and state["learner"]:
             self._channel_b.source.load_state_dict(state["learner"]["source"])
             while self._channel_b.clock.current < state["learner"]["version"]:
@@ -94,7 +103,8 @@ class Stage2Run:
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""
         self.learner.close()
-        self._recorder.close()
+        self.telemetry.clock.switch(Activity.OTHER)
+        self.telemetry.close()
 
 
 def start_run(
@@ -121,32 +131,43 @@ def start_run(
     """
     control = join_control_group(config.control_timeout_s)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    recorder = Recorder(
-        config,
-        run_directory=run_directory,
-        control=control,
-        total_steps=total_steps,
-        first_step=first_step,
-        logging_steps=logging_steps,
-    )
-    recorder.event("run", run_id=run_id, seed=seed, decoding=asdict(config.rollout.decoding), pid=os.getpid())
+    telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps)
+    decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
+    telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
     channel_b = None
     if config.b_enabled:
         _wait_for_servers(config, control)
         channel_b = _build_channel_b(
-            config, rows, template, module, control, recorder, run_id, seed, make_canary, packed_loss, packs_per_step
+            config, rows, template, module, control, telemetry, run_id, seed, make_canary, packed_loss, packs_per_step
         )
     starvation = config.stage2_ab.starvation
     watched = channel_b is not None and starvation.action is not StarvationAction.OFF
     learner = Learner(
         b_ratio=config.stage2_ab.schedule.b_ratio,
         control=control,
-        events=recorder,
+        events=telemetry,
         starvation=StarvationWatch(starvation.grace_steps) if watched else None,
         fail_when_starved=starvation.action is StarvationAction.FAIL,
         channel_b=channel_b,
     )
-    return Stage2Run(learner, recorder, channel_b, run_id)
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps)
+
+
+def _start_telemetry(
+    config: Stage2Config, run_directory: Path, control: ControlGroup, total_steps: int, logging_steps: int
+) -> Telemetry:
+    settings = config.telemetry
+    return Telemetry(
+        run_directory,
+        control.rank,
+        control.world_size,
+        tensorboard=settings.tensorboard,
+        audit=settings.audit,
+        trace=settings.trace,
+        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
+        total_steps=total_steps,
+        queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
+    )
 
 
 def _build_channel_b(
@@ -155,7 +176,7 @@ def _build_channel_b(
     template: Any,
     module: nn.Module,
     control: ControlGroup,
-    recorder: Recorder,
+    telemetry: Telemetry,
     run_id: str,
     seed: int,
     make_canary: MakeCanary,
@@ -220,7 +241,7 @@ def _build_channel_b(
         clock=clock,
         pacer=pacer,
         guard=guard,
-        events=recorder,
+        events=telemetry.pipeline,
         packing_length=packing.packing_length,
         packing_min_fill_ratio=packing.packing_min_fill_ratio,
         redraw_dropped=prefetch.redraw_dropped,

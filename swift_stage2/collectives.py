@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
-from torch.distributed.rendezvous import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 _LISTEN_BACKLOG = 16
 _LEARNER_IS_HERE = "learner"

@@ -67,11 +67,11 @@ class LearnerEvents(Protocol):
 
     def activity(self, name: str) -> AbstractContextManager[None]: ...
 
-    def step(self, record: StepRecord) -> None: ...
+    def record_step(self, facts: StepRecord) -> None: ...
 
-    def round(self, step: int, outcome: RoundOutcome) -> None: ...
+    def record_round(self, step: int, outcome: RoundOutcome) -> None: ...
 
-    def warning(self, message: str) -> None: ...
+    def record_warning(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class Learner:
         b.queue.close()
         b.client.close()
         if not b.pipeline.stop(_STOP_TIMEOUT_S):
-            self._events.warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
+            self._events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
         b.probe.stop()
         b.sync.close()
 
@@ -194,7 +194,7 @@ class Learner:
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if b.rounds.proven:
             b.fence.reopen(b.clock.current)
-        self._events.round(step, outcome)
+        self._events.record_round(step, outcome)
 
     def _take_in_suspects(self, b: ChannelB, step: int, outcome: GateOutcome) -> None:
         before = b.rounds.proven
@@ -207,7 +207,7 @@ class Learner:
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if not b.rounds.proven:
             b.fence.close(timeout_s=0)
-        self._events.warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
+        self._events.record_warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
 
     def _reserve(self, num_packs: int) -> Reservation[Pack] | None:
         assert self._b is not None
@@ -250,7 +250,7 @@ class Learner:
             self._missed_in_a_row = 0 if reserved else self._missed_in_a_row + 1
         if outcome.truncation_guard != self._paused:
             self._paused = outcome.truncation_guard
-            self._events.warning(
+            self._events.record_warning(
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
@@ -278,7 +278,7 @@ class Learner:
     def _record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...], seconds: float) -> None:
         b = self._b
         version = b.clock.current if b else 0
-        self._events.step(
+        self._events.record_step(
             StepRecord(
                 step=step,
                 plan=plan,
@@ -311,7 +311,7 @@ class Learner:
             return
         if self._fail_when_starved:
             raise ChannelBStarved(str(verdict))
-        self._events.warning(str(verdict))
+        self._events.record_warning(str(verdict))
 
     def _measure_step(self) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ Start it with ``torchrun -m swift_stage2 train CONFIG.yaml``, or give this file 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ declare_operators()  # before ms-swift imports torchvision
 
 import torch  # noqa: E402
 from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
+from swift.pipelines import SwiftSft  # noqa: E402
 from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -26,9 +28,13 @@ from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
-from swift_stage2.errors import ConfigError  # noqa: E402
+from swift_stage2.dataset_check import check_datasets  # noqa: E402
+from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
+EXIT_HANG = 70
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 _CANARY_TOKENS = 16
 
@@ -63,7 +69,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     ) -> tuple[list[Any], Any]:
         """The window's batches: channel A's next ones, or one pack per micro_step on channel B."""
         assert self.stage2 is not None
-        with self.stage2.waiting():
+        with self.stage2.telemetry.activity("waiting"):
             decision = self.stage2.learner.begin_step(self.state.global_step, num_batches)
             if decision.stop:
                 self.control.should_training_stop = True
@@ -85,12 +91,12 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         """As ms-swift does it; the time counts as evaluating."""
         if self.stage2 is None:
             return super().evaluate(*args, **kwargs)
-        with self.stage2.telemetry_activity("evaluating"):
+        with self.stage2.telemetry.activity("evaluating"):
             return super().evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         assert self.stage2 is not None
-        with self.stage2.telemetry_activity("saving"):
+        with self.stage2.telemetry.activity("saving"):
             directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             resume.write_state(
                 directory,
@@ -106,7 +112,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         """Builds and starts this rank's run, once model, optimizer and step are known."""
         self.stage2 = start_run(
             self.stage2_config,
-            rows=getattr(self.train_dataset, "dataset", self.train_dataset),
+            rows=_rows_of(self.train_dataset),
             template=self.template,
             module=self.accelerator.unwrap_model(self.model),
             run_directory=self.args.output_dir,
@@ -128,7 +134,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             )
             self.stage2.load_state_dict(state)
             self._a_batches_in_epoch = self._resumed_a_batches or 0
-        self.stage2.learner.start()
+        self.stage2.start()
 
     def begin_epoch(self) -> None:
         """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
@@ -143,7 +149,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         assert self.stage2 is not None
         total = len(self.callback_handler.train_dataloader) if self.stage2_config.b_enabled else 0
         if total:
-            self.stage2.epoch_ended(self.state.epoch, self._a_batches_in_epoch, total)
+            self.stage2.end_epoch(self.state.epoch, self._a_batches_in_epoch, total)
 
     def packed_loss(self, batch: dict[str, Any]) -> float:
         """Summed loss of one collated pack under the present weights, without gradient or side effects.
@@ -164,6 +170,29 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
 
     def _is_mid_epoch(self) -> bool:
         return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
+
+
+def train(config_path: str) -> int:
+    """Runs ms-swift's supervised pipeline with this trainer; returns the exit status.
+
+    Raises:
+        UserError: a mistake in configuration, data or servers, on every rank.
+        Stage2Error: anything else that ends the run, on every rank.
+    """
+    config = load_config(config_path)
+    os.environ[CONFIG_VARIABLE] = os.path.abspath(config_path)
+    # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
+    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
+    check_datasets(config.swift)
+    if int(os.environ.get("RANK", "0")) == 0:
+        for warning in config.warnings:
+            logger.warning("%s", warning)
+    try:
+        SwiftSft(config.swift_arguments()).main()
+    except WeightSyncHang as hang:
+        logger.error("a push hung and cannot be taken back: %s", hang)
+        return EXIT_HANG
+    return 0
 
 
 class EngineCanary:
@@ -225,7 +254,7 @@ class _Stage2Callback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._trainer.stage2 is not None
-        self._trainer.stage2.end_step(state.global_step)
+        self._trainer.stage2.end_step(state.global_step, state.epoch, None)
         if control.should_training_stop and state.global_step < state.max_steps:
             control.should_save = True  # a stop was agreed: save at this step boundary
 
@@ -252,6 +281,11 @@ class _StopSignals:
         self._trainer.stage2.learner.request_stop()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+
+def _rows_of(dataset: Any) -> Any:
+    """The raw rows behind ms-swift's lazily encoding data set."""
+    return getattr(dataset, "dataset", dataset)
 
 
 def _copy_of_batch(pack: Pack) -> dict[str, Any]:

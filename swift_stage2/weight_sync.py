@@ -206,7 +206,9 @@ class _Push(threading.Thread):
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
             if not info.stock:
                 manifest = _agreed_manifest(own_manifest, info.manifest)
-                request = protocol.RoundRequest(self._round_id, self._sync._run_id, self._version, manifest)
+                request = protocol.RoundRequest(
+                    self._round_id, self._sync._run_id, self._version, manifest, self._sync._timeout_s
+                )
                 session.post(protocol.BEGIN_ROUND, request.to_json(), deadline)
         with self._phase("connect"):
             transport = self._sync._transports.setdefault(self.server, self._sync._make_transport(info))

@@ -93,9 +93,9 @@ class NcclTransport:
         stream = torch.cuda.current_stream(self._device)
         self._communicator.broadcast(flat, src=self._communicator.rank, stream=stream)
         # The call above returns when the transfer is queued, not when it is done.
-        finished = torch.cuda.Event()
+        finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
         finished.record(stream)
-        while not finished.query():
+        while not finished.query():  # type: ignore[no-untyped-call]
             time.sleep(_POLL_S)
         self._communicator.group.barrier()
 

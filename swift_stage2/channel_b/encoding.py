@@ -155,7 +155,7 @@ class Encoder:
             batch["position_ids"] = torch.cat([text_positions[None], batch["position_ids"]])
         return batch
 
-    def check_answer_format(self, sample: Sample) -> tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]:
+    def check_answer_format(self, sample: Sample) -> tuple[str, tuple[tuple[str, tuple[int, int, int, int]], ...]]:
         """Channel A's own answer to a sample as text, and the objects that it must spell out.
 
         Raises:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from swift_stage2.channel_b.records import Box, Sample, SampleKey
+from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.errors import DatasetError, SampleError
 
 
@@ -146,32 +147,3 @@ class SampleSource:
         except SampleError as error:
             return Drawn(key, None, error)
         return Drawn(key, Sample(key=key, row=row, labels=labels, boxes=boxes))
-
-
-def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Box, ...]]:
-    """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order.
-
-    Raises:
-        SampleError: no objects, an object without box or label, a box that is not four ordered numbers.
-    """
-    objects = row.get("objects")
-    if not isinstance(objects, Mapping):
-        raise SampleError("a row needs objects={'ref': [...], 'bbox': [...]}, got none")
-    labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
-    if not boxes or len(labels) != len(boxes):
-        raise SampleError(
-            f"every object needs one label and one box, got num_ref={len(labels)} num_bbox={len(boxes)}"
-        )
-    if any(not isinstance(label, str) or not label.strip() for label in labels):
-        raise SampleError("every label in objects.ref must be non-empty text")
-    return tuple(label.strip() for label in labels), tuple(_read_box(box) for box in boxes)
-
-
-def _read_box(box: Any) -> Box:
-    numbers = [float(n) for n in box if isinstance(n, (int, float)) and not isinstance(n, bool)]
-    if len(numbers) != len(box) or len(numbers) != 4:
-        raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
-    x1, y1, x2, y2 = numbers
-    if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
-        raise SampleError(f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}")
-    return x1, y1, x2, y2

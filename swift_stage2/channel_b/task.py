@@ -98,7 +98,7 @@ class DetectionTask:
                 sum_iou=float(sum(match.ious)),
                 num_gated=match.gated,
                 num_truncated=int(rollout.truncated),
-                dropped=dict(parsed.dropped),
+                dropped={str(reason): count for reason, count in parsed.dropped.items()},
             ),
         )
 
@@ -119,4 +119,5 @@ class DetectionTask:
 
 def _same_label(parsed: ParsedRollout, labels: Sequence[str]) -> np.ndarray:
     predicted = np.array([found.label for found in parsed.objects], dtype=object)
-    return np.equal.outer(predicted, np.array(labels, dtype=object)).astype(bool)
+    same: np.ndarray = np.equal.outer(predicted, np.array(labels, dtype=object)).astype(bool)
+    return same

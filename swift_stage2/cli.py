@@ -1,0 +1,113 @@
+"""``swift-stage2 COMMAND``: finds the command, imports only what it needs, turns a user's mistake into one line.
+
+Exit status: 0 done, 2 the user's mistake, 70 a weight push that hung, 130 interrupted, else the command's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from swift_stage2 import __version__
+from swift_stage2.errors import UserError
+
+_USER_MISTAKE = 2
+_HANG = 70
+_INTERRUPTED = 130
+
+# Commands with a parser of their own: module with main(argv), what it is for.
+_OWN_PARSER = {
+    "rollout": ("swift_stage2.rollout_server.app", "serve rollouts of a model over HTTP"),
+    "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
+    "bench": ("swift_stage2.bench.run", "measure speed and learning"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except UserError as exc:
+        print(f"swift-stage2: error: {_one_line(exc)}", file=sys.stderr, flush=True)
+        return _USER_MISTAKE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _OWN_PARSER:
+        module, _ = _OWN_PARSER[arguments[0]]
+        return int(importlib.import_module(module).main(arguments[1:]))
+    options = _parser().parse_args(arguments)
+    if options.command == "launch":
+        from swift_stage2.launch.launcher import launch
+
+        return launch(options.config, nproc_per_node=options.nproc_per_node, show=_show)
+    return _train(options.config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="swift-stage2", description="Stage-2 training for detection VLMs.")
+    parser.add_argument("--version", action="version", version=f"swift-stage2 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train", help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train"
+    )
+    train.add_argument("config", metavar="CONFIG.yaml")
+    launch = commands.add_parser("launch", help="start servers and learner, and end them together")
+    launch.add_argument("config", metavar="CONFIG.yaml")
+    launch.add_argument(
+        "--nproc-per-node", type=int, help="learner ranks (default: launch.learner.nproc_per_node)"
+    )
+    for name, (_, purpose) in _OWN_PARSER.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    return parser
+
+
+def _train(config_path: str) -> int:
+    from swift_stage2.config import load_config
+
+    status = 1
+    try:
+        load_config(config_path)  # a mistake in it is told before the slow imports
+        status = int(importlib.import_module("swift_stage2.trainer").train(config_path))
+    except UserError:
+        status = _USER_MISTAKE
+        raise
+    finally:
+        _leave_exit_status(status)
+    if status == _HANG:
+        # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _leave_exit_status(status: int) -> None:
+    """For the launcher, which sees torchrun's status only. The first rank that fails has the say."""
+    from swift_stage2.launch.plan import EXIT_STATUS_FILE
+
+    path = os.environ.get(EXIT_STATUS_FILE)
+    if path and status != 0:
+        with suppress(OSError), open(path, "x", encoding="ascii") as file:
+            file.write(str(status))
+
+
+def _show(line: str) -> None:
+    """A closed terminal or pipe ends the show, not the run."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+def _one_line(error: UserError) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Reads a training JSONL before anything heavy starts and refuses it with one line that says what, where, how.
+
+Checks what ms-swift would only trip over later: JSON, objects with boxes, images that exist and hold their
+boxes. A bad sample that slips through (a remote data set, a broken pixel stream) is quarantined while training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.errors import DatasetError, SampleError
+
+_SUFFIX = ".jsonl"
+
+
+def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
+    """Checks every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
+
+    Hub ids and other formats are ms-swift's own business.
+
+    Raises:
+        DatasetError: names file, line, problem and remedy.
+    """
+    for argument in ("dataset", "val_dataset"):
+        value = swift_arguments.get(argument) or ()
+        for name in [value] if isinstance(value, str) else list(value):
+            path = Path(str(name).split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
+            if path.suffix == _SUFFIX:
+                check_jsonl(path)
+
+
+def check_jsonl(path: Path) -> None:
+    """Checks one file, line by line. Raises DatasetError as ``check_datasets`` does."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            count = 0
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    _check_line(line, f"{path}:{number}")
+                    count += 1
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"a data set must be a readable UTF-8 file, got {path}: {error}") from error
+    if count == 0:
+        raise DatasetError(f"a data set must hold rows, got none in {path}; write one JSON object per line")
+
+
+def _check_line(line: str, where: str) -> None:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DatasetError(f"{where}: every line must be one JSON object: {error}; mend or remove the line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
+        raise DatasetError(f"{where}: a row needs messages=[{{'role': ..., 'content': ...}}, ...]; add them")
+    try:
+        _, boxes = read_ground_truth(row)
+    except SampleError as error:
+        raise DatasetError(f"{where}: {error}; mend or remove the row") from error
+    images = row.get("images") or []
+    sizes = [_image_size(str(image), where) for image in ([images] if isinstance(images, str) else images)]
+    if row["objects"].get("bbox_type", "real") == "real" and len(sizes) == 1:
+        _check_bounds(boxes, sizes[0], where)
+
+
+def _image_size(image: str, where: str) -> tuple[int, int]:
+    path = Path(image)
+    root = os.environ.get("ROOT_IMAGE_DIR")
+    if root and not path.exists():
+        path = Path(root) / image
+    try:
+        with Image.open(path) as opened:
+            return opened.size
+    except OSError as error:
+        raise DatasetError(
+            f"{where}: an image must be a readable picture, got {image}: {error}; mend the path "
+            "(relative ones are read from the working directory or ROOT_IMAGE_DIR)"
+        ) from error
+
+
+def _check_bounds(boxes: Sequence[tuple[float, ...]], size: tuple[int, int], where: str) -> None:
+    width, height = size
+    for box in boxes:
+        if box[2] > width or box[3] > height:
+            raise DatasetError(
+                f"{where}: a box must lie inside its image, got bbox={[round(v, 1) for v in box]} "
+                f"width={width} height={height}; mend the annotation"
+            )
