@@ -1,0 +1,82 @@
+"""Writes seeded scenes as a data set in ms-swift's grounding format: PNG files and one JSONL.
+
+The directory appears complete or not at all. Answers carry ms-swift's placeholders, which its template
+fills with the boxes of the image as the model sees it. Called by the demo and by tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.demo.scenes import IMAGE_SIZE, Box, SceneKind, Split, make_scene, scene_seed
+
+PROMPT = "<image>Detect all objects."
+ROWS_FILE = "rows.jsonl"
+
+
+def write_dataset(
+    directory: str | os.PathLike[str],
+    kind: SceneKind,
+    num_samples: int,
+    split: Split,
+    seed: int,
+    *,
+    image_size: tuple[int, int] = IMAGE_SIZE,
+) -> Path:
+    """Writes ``num_samples`` scenes and returns the path of the JSONL, absolute as its image paths are.
+
+    Args:
+        directory: created by this call. An existing one is left alone and refused.
+        kind: what the scenes show.
+        num_samples: at least 1.
+        split: held-out scenes share neither seeds nor digit scans with training scenes.
+        seed: the stream of scenes within the split, 0 or more.
+        image_size: width and height of the PNG files in pixels.
+
+    Raises:
+        FileExistsError: the directory exists and is not empty.
+        ValueError: ``num_samples`` is less than 1.
+    """
+    if num_samples < 1:
+        raise ValueError(f"a data set needs samples, got num_samples={num_samples}; ask for at least 1")
+    # ms-swift resolves relative image paths against the working directory, not against the JSONL.
+    final = Path(directory).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        staging.chmod(0o755)
+        with open(staging / ROWS_FILE, "w", encoding="utf-8") as rows:
+            for index in range(num_samples):
+                scene = make_scene(kind, scene_seed(split, index, stream=seed), image_size=image_size)
+                name = f"{index:06d}.png"
+                scene.image.save(staging / name)
+                rows.write(json.dumps(grounding_row(scene.objects, final / name)) + "\n")
+        staging.rename(final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return final / ROWS_FILE
+
+
+def grounding_row(objects: Sequence[tuple[str, Box]], image_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """One row of the data set: a conversation, its image and the objects that fill its placeholders."""
+    answer = ", ".join('{"bbox_2d": <bbox>, "label": "<ref-object>"}' for _ in objects)
+    return {
+        "messages": [
+            {"role": "user", "content": PROMPT},
+            {"role": "assistant", "content": f"[{answer}]"},
+        ],
+        "images": [os.fspath(image_path)],
+        "objects": {"ref": [label for label, _ in objects], "bbox": [list(box) for _, box in objects]},
+    }
+
+
+def answer_text(objects: Sequence[tuple[str, Box]]) -> str:
+    """The answer as the template renders it when no image is resized: the ``object_list`` dialect."""
+    return "[" + ", ".join(f'{{"bbox_2d": {list(box)}, "label": "{label}"}}' for label, box in objects) + "]"

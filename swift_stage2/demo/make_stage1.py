@@ -1,0 +1,145 @@
+"""Makes the demo's stage-1 checkpoint from nothing: ``python -m swift_stage2.demo.make_stage1 OUT_DIR``.
+
+Plain supervised training on three quarters shapes and one quarter digits, in the prompt format that the
+ms-swift template gives. Ends while the model still has much to learn, so that stage 2 has room. Needs
+about 20 minutes on two cores; every checkpoint on the way is a complete model directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from swift_stage2.demo.detection_score import DetectionScore
+from swift_stage2.demo.detector import STAGE1_STREAM, Detector, evaluate, load_detector
+from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
+from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
+
+BATCH_SIZE = 32
+PEAK_LEARNING_RATE = 1.5e-3
+WARMUP_STEPS = 100
+DIGITS_EVERY = 4
+
+
+def new_detector(seed: int) -> Detector:
+    """An untrained detector; it goes through a directory, as every later use of the model does."""
+    tokenizer = build_tokenizer()
+    model = build_model(seed, vocab_size=len(tokenizer))
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(model, build_processor(tokenizer), directory)
+        return load_detector(directory)
+
+
+def training_scenes(step: int) -> list[Scene]:
+    """The batch of one step, the same for the same step."""
+    scenes = []
+    for index in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE):
+        kind = SceneKind.DIGITS if index % DIGITS_EVERY == 0 else SceneKind.SHAPES
+        scenes.append(make_scene(kind, scene_seed(Split.TRAIN, index, stream=STAGE1_STREAM)))
+    return scenes
+
+
+def train(
+    detector: Detector, out: Path, *, num_steps: int, save_every_steps: int, num_eval_scenes: int, seed: int
+) -> None:
+    """Trains for ``num_steps`` and writes ``out/step-N`` and a line of ``out/scores.jsonl`` on the way."""
+    optimizer = torch.optim.AdamW(
+        detector.model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_factor(step, num_steps)
+    )
+    detector.model.train()
+    started = time.monotonic()
+    for step in range(num_steps):
+        loss = detector.model(**detector.batch(training_scenes(step))).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(detector.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            elapsed_s = time.monotonic() - started
+            print(f"step={step} loss={loss.item():.3f} elapsed_s={elapsed_s:.0f}", flush=True)
+        if (step + 1) % save_every_steps == 0 or step + 1 == num_steps:
+            scores = {kind: evaluate(detector, kind, num_eval_scenes) for kind in SceneKind}
+            _save_checkpoint(detector, out, scores, step=step + 1, num_steps=num_steps, seed=seed)
+
+
+def _learning_rate_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine down to one twentieth."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+
+
+def _save_checkpoint(
+    detector: Detector,
+    out: Path,
+    scores: dict[SceneKind, DetectionScore],
+    *,
+    step: int,
+    num_steps: int,
+    seed: int,
+) -> None:
+    line = json.dumps({"step": step, **{f"f1_{kind}": round(score.f1, 4) for kind, score in scores.items()}})
+    print(line, flush=True)
+    directory = out / f"step-{step:05d}"
+    save_model(detector.model, detector.processor, directory)
+    with open(out / "scores.jsonl", "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    (directory / "README.md").write_text(_readme(step, num_steps, seed, scores), encoding="utf-8")
+
+
+def _readme(step: int, num_steps: int, seed: int, scores: dict[SceneKind, DetectionScore]) -> str:
+    rows = "".join(
+        f"| {kind} | {score.num_images} | {score.f1:.3f} | {score.precision:.3f} | {score.recall:.3f} "
+        f"| {score.mean_iou:.3f} |\n"
+        for kind, score in scores.items()
+    )
+    return f"""# Stage-1 checkpoint of the demo
+
+A Qwen2.5-VL of 1.66 million parameters in float32, trained from nothing on seeded scenes of coloured
+shapes (three quarters) and of handwritten digits (one quarter, scikit-learn's `load_digits`):
+
+    python -m swift_stage2.demo.make_stage1 OUT_DIR --steps {num_steps} --seed {seed}
+
+This is `OUT_DIR/step-{step:05d}`: step {step} of {num_steps}, batch {BATCH_SIZE}, AdamW with a peak
+learning rate of {PEAK_LEARNING_RATE} and cosine decay. It is kept short of what the model can learn, so
+that stage 2 has room.
+
+Greedy answers on held-out scenes, labels included, at IoU 0.5:
+
+| scenes | n | F1 | precision | recall | mean IoU of the hits |
+| --- | --- | --- | --- | --- | --- |
+{rows}"""
+
+
+def main() -> None:
+    """Parses the command line, trains, and prints the scores on the way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--save-every-steps", type=int, default=250)
+    parser.add_argument("--eval-scenes", type=int, default=256, help="held-out scenes of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train(
+        new_detector(arguments.seed),
+        arguments.out,
+        num_steps=arguments.steps,
+        save_every_steps=arguments.save_every_steps,
+        num_eval_scenes=arguments.eval_scenes,
+        seed=arguments.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_stage2.demo.detection_score import DetectionScore, score_detections
+
+Object = tuple[str, tuple[int, int, int, int]]
+
+corners = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
+boxes = corners.map(lambda c: (min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3])))
+objects = st.lists(st.tuples(st.sampled_from("ab"), boxes), max_size=4)
+
+
+def _iou(a: tuple[int, ...], b: tuple[int, ...]) -> Fraction:
+    cells = [{(x, y) for x in range(c[0], c[2]) for y in range(c[1], c[3])} for c in (a, b)]
+    union = cells[0] | cells[1]
+    return Fraction(len(cells[0] & cells[1]), len(union)) if union else Fraction(0)
+
+
+def _best_pairs(predicted: list[Object], true: list[Object], threshold: Fraction) -> tuple[int, Fraction]:
+    """By trying every one-to-one assignment: most hits, then the largest sum of IoU."""
+    best = (0, Fraction(0))
+    slots = [*range(len(true)), *([None] * len(predicted))]
+    for chosen in set(itertools.permutations(slots, len(predicted))):
+        ious = [
+            _iou(predicted[i][1], true[j][1])
+            for i, j in enumerate(chosen)
+            if j is not None and predicted[i][0] == true[j][0]
+        ]
+        hits = [iou for iou in ious if iou >= threshold]
+        best = max(best, (len(hits), sum(hits, Fraction(0))))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(objects, objects), max_size=2), st.sampled_from([(1, 4), (1, 2), (1, 1)]))
+def test_equals_brute_force(images: list[tuple[list[Object], list[Object]]], ratio: tuple[int, int]) -> None:
+    threshold = Fraction(*ratio)
+    score = score_detections([p for p, _ in images], [t for _, t in images], float(threshold))
+    found = [_best_pairs(predicted, true, threshold) for predicted, true in images]
+    hits, total = sum(n for n, _ in found), sum((iou for _, iou in found), Fraction(0))
+    num_predicted = sum(len(predicted) for predicted, _ in images)
+    num_true = sum(len(true) for _, true in images)
+    assert score.precision == pytest.approx(hits / num_predicted if num_predicted else 0)
+    assert score.recall == pytest.approx(hits / num_true if num_true else 0)
+    assert score.f1 == pytest.approx(2 * hits / (num_predicted + num_true) if num_predicted + num_true else 0)
+    assert score.mean_iou == pytest.approx(float(total / hits) if hits else 0)
+    assert score.num_images == len(images)
+
+
+def test_labels_count_and_a_true_object_counts_once() -> None:
+    box = (0, 0, 10, 10)
+    truth: list[list[Object]] = [[("red square", box)], [("digit", box)]]
+    predictions: list[list[Object]] = [[("red square", box), ("red square", box)], [("blue circle", box)]]
+    score = score_detections(predictions, truth)
+    assert score == DetectionScore(precision=1 / 3, recall=1 / 2, f1=2 / 5, mean_iou=1.0, num_images=2)
+
+
+def test_averages_over_objects_not_over_images() -> None:
+    box = (0, 0, 10, 10)
+    truth: list[list[Object]] = [[("a", box)], [("a", (i * 20, 0, i * 20 + 10, 10)) for i in range(3)]]
+    assert score_detections([[("a", box)], []], truth).recall == 1 / 4
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.1, 1.1])
+def test_refuses_a_threshold_that_means_nothing(threshold: float) -> None:
+    with pytest.raises(ValueError, match=r"got iou_threshold="):
+        score_detections([], [], threshold)
+
+
+def test_refuses_different_numbers_of_images() -> None:
+    with pytest.raises(ValueError, match=r"got num_predictions=1 num_ground_truth=0"):
+        score_detections([[]], [])
