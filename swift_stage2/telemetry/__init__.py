@@ -19,6 +19,8 @@ from swift_stage2.telemetry.live_state import LiveState
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
 from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
 from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.summary import RunSummary, summarise
+from swift_stage2.telemetry.summary_table import summary_table
 from swift_stage2.telemetry.tensorboard import TensorBoardSink
 
 __all__ = [
@@ -29,10 +31,13 @@ __all__ = [
     "LiveState",
     "LiveView",
     "PipelineRecorder",
+    "RunSummary",
     "Telemetry",
     "TensorBoardSink",
     "Trace",
     "plain_line",
     "read_audit",
     "render",
+    "summarise",
+    "summary_table",
 ]

@@ -38,7 +38,13 @@ class ActivityClock:
         self._lock = threading.Lock()
         self._total_ns = dict.fromkeys(Activity, 0)
         self._current = Activity.OTHER
-        self._since_ns = now_ns()
+        self._since_ns = self._started_ns = now_ns()
+
+    @property
+    def wall_ns(self) -> int:
+        """Wall time up to the last switch or reading: one subtraction, not the sum of the activities."""
+        with self._lock:
+            return self._since_ns - self._started_ns
 
     @property
     def current(self) -> Activity:
@@ -85,6 +91,7 @@ class ActivityClock:
         with self._lock:
             for activity in Activity:
                 self._total_ns[activity] += state.get(activity, 0)
+                self._started_ns -= state.get(activity, 0)
 
     def _close_interval(self) -> None:
         now = self._now_ns()

@@ -179,8 +179,8 @@ class Telemetry:
     def _count_step(self, facts: StepFacts) -> None:
         add, plan = self.counters.add, facts.plan
         add("steps")
-        add("b_steps_wanted", plan.wanted_b)
-        add("b_steps_run", plan.channel == "B")
+        add("b_steps_wanted", int(plan.wanted_b))
+        add("b_steps_run", int(plan.channel == "B"))
         if plan.skip_reason is not None:
             add(f"b_steps_skipped/{plan.skip_reason}")
         add("packs_trained", len(facts.packs))
@@ -190,7 +190,7 @@ class Telemetry:
         if self._b_enabled:
             self.counters.set("queue_depth", facts.queue_depth)
             self.counters.set("ver_current", facts.version)
-            self.counters.set("sync_pending", facts.round_pending)
+            self.counters.set("sync_pending", int(facts.round_pending))
             self.counters.set("infer_inflight", facts.infer_in_flight)
         if facts.version_lag is not None:
             self.counters.raise_to("ver_lag", facts.version_lag)
@@ -232,7 +232,13 @@ class Telemetry:
         loss: float | None,
     ) -> None:
         self.audit.write(
-            "metrics", step=step, epoch=epoch, loss=loss, numbers=numbers, activity_ns=activity_ns
+            "metrics",
+            step=step,
+            epoch=epoch,
+            loss=loss,
+            numbers=numbers,
+            activity_ns=activity_ns,
+            wall_ns=self.clock.wall_ns,
         )
 
     def _flush_plans(self) -> None:
