@@ -85,4 +85,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def write_yaml(data: dict[str, Any]) -> str:
     """``data`` as YAML that ``read_yaml`` reads back equal."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)

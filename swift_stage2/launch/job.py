@@ -1,0 +1,90 @@
+"""All process trees of one launch: started, followed, and ended together."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from swift_stage2.launch.descendants import end_descendants
+from swift_stage2.launch.log_follower import LogFollower
+from swift_stage2.launch.process_tree import Command, ProcessTree
+from swift_stage2.launch.stop_signals import StopSignals
+
+_POLL_S = 0.1
+_WARDEN_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind
+_STRAY_PATIENCE_S = 10.0
+
+
+class Job:
+    """Owns every process that launch starts; on exit none of them is left."""
+
+    def __init__(self, log_dir: Path, signals: StopSignals, show: Callable[[str], None]) -> None:
+        self._log_dir = log_dir
+        self._signals = signals
+        self._show = show
+        self._spare = frozenset(child.pid for child in psutil.Process().children())
+        self._trees: list[ProcessTree] = []
+        self._followers: list[LogFollower] = []
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for tree in reversed(self._trees):  # the learner first: it may be talking to a server
+                self._end(tree)
+            left = end_descendants(_STRAY_PATIENCE_S, spare=self._spare)
+            if left:
+                self.say(f"processes that SIGKILL did not end: {left}")
+        finally:
+            for follower in self._followers:
+                follower.close()
+
+    def start(self, command: Command) -> ProcessTree:
+        """Starts one command and follows its log."""
+        log_path = self._log_dir / f"{command.name}.log"
+        log_path.touch()
+        colour = len(self._followers) if sys.stdout.isatty() else None
+        self._followers.append(LogFollower(log_path, command.name, self._show, colour))
+        tree = ProcessTree(command, log_path)
+        self._trees.append(tree)
+        self.say(f"started {command.name}, log {log_path}")
+        return tree
+
+    def step(self) -> None:
+        """Waits a moment or for a signal, and shows what was logged meanwhile."""
+        self._signals.wait(_POLL_S)
+        self._pump()
+
+    def end_abandoned(self, tree: ProcessTree) -> None:
+        """Ends what a killed warden left: its tree is below the launcher now."""
+        if tree.was_abandoned:
+            wardens = {other.pid for other in self._trees if other.poll() is None}
+            end_descendants(_STRAY_PATIENCE_S, spare=self._spare | wardens)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher itself."""
+        self._show(f"[launch] {text}")
+
+    def _pump(self) -> None:
+        for follower in self._followers:
+            follower.pump()
+
+    def _end(self, tree: ProcessTree) -> None:
+        """Asks, waits for the grace, kills; one more signal meanwhile cuts the grace short."""
+        tree.ask_to_end()
+        signals_before = self._signals.count
+        deadline = time.monotonic() + tree.command.grace_s + _WARDEN_MARGIN_S
+        while tree.poll() is None:
+            self.step()
+            if time.monotonic() >= deadline or self._signals.count > signals_before:
+                self.say(f"{tree.command.name} is killed before it has ended in order")
+                tree.kill_warden()
+        self.end_abandoned(tree)

@@ -1,0 +1,71 @@
+"""One started command, its warden and its log, as the launcher sees them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start: a name for people, argv, the whole environment, seconds from SIGTERM to SIGKILL."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    grace_s: float
+
+
+class ProcessTree:
+    """A running command under a warden in a session of its own. Output goes to a file, not to a pipe:
+    the command must be able to write its last words when the launcher is gone."""
+
+    def __init__(self, command: Command, log_path: Path) -> None:
+        self.command = command
+        self.log_path = log_path
+        read_end, self._control = os.pipe2(os.O_CLOEXEC)
+        warden = [sys.executable, "-m", "swift_stage2.launch.warden", f"--control-fd={read_end}"]
+        try:
+            with log_path.open("ab") as log:
+                self._warden = subprocess.Popen(
+                    [*warden, f"--grace-s={command.grace_s}", "--", *command.argv],
+                    env=dict(command.environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(read_end,),
+                )
+        finally:
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the warden."""
+        return self._warden.pid
+
+    def poll(self) -> int | None:
+        """Exit status of the command, None while anything of it runs. 128 + n when signal n ended it."""
+        status = self._warden.poll()
+        return status if status is None or status >= 0 else 128 - status
+
+    @property
+    def was_abandoned(self) -> bool:
+        """Whether the warden itself was killed, which leaves its tree to the launcher."""
+        status = self._warden.poll()
+        return status is not None and status < 0
+
+    def ask_to_end(self) -> None:
+        """Tells the warden to end the tree; may be called again."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+
+    def kill_warden(self) -> None:
+        """For a warden that outlived its grace. Its tree is then the launcher's to end."""
+        self._warden.kill()
+        self._warden.wait(timeout=10.0)

@@ -1,0 +1,64 @@
+"""Whether a server really answers ``/infer/``. A healthy ``/health/`` proves nothing (it outlives the engine)."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.server_session import Deadline, ServerSession
+
+_PAUSE_S = 0.5
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class ReadinessProbe:
+    """Asks one server for one token until it answers or the time is over, on a thread of its own.
+
+    One POST may take all the time there is: a stock server computes what was asked even when nobody
+    waits for it any more, so short attempts would pile up.
+    """
+
+    def __init__(self, name: str, base_url: str, api_key: str | None, timeout_s: float) -> None:
+        self.last_error = "no answer yet"
+        self._session = ServerSession(base_url, api_key)
+        self._end = time.monotonic() + timeout_s
+        self._answered = threading.Event()
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name=f"readiness-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def answered(self) -> bool:
+        """True once the server has answered."""
+        return self._answered.is_set()
+
+    @property
+    def expired(self) -> bool:
+        """True when the time is over without an answer."""
+        return not self.answered and time.monotonic() >= self._end
+
+    def close(self) -> None:
+        """Stops asking. A POST in flight ends with its server, or with this process."""
+        self._cancelled.set()
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _ask(self) -> None:
+        config = protocol.request_config(
+            max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+        )
+        body = {
+            "infer_requests": [{"messages": [{"role": "user", "content": "?"}]}],
+            "request_config": config,
+        }
+        with self._session:
+            while not self._cancelled.is_set() and (left_s := self._end - time.monotonic()) > 0:
+                try:
+                    protocol.parse_infer_reply(self._session.post(protocol.INFER, body, Deadline(left_s)), 1)
+                except (ServerFault, ProtocolError) as exc:
+                    self.last_error = str(exc)
+                    self._cancelled.wait(timeout=_PAUSE_S)
+                else:
+                    self._answered.set()
+                    return

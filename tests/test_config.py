@@ -1,0 +1,416 @@
+"""The configuration: what is read, what is refused and how it is said, what is warned about."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_stage2.config import ServerConfig, Stage2Config, StarvationAction, load_config
+from swift_stage2.config.binding import bind
+from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv
+from swift_stage2.errors import ConfigError, UserError
+
+BASE: dict[str, Any] = {
+    "swift": {"model": "m", "dataset": ["d.jsonl"], "output_dir": "out", "gradient_accumulation_steps": 4},
+    "stage2_ab": {"schedule": {"b_ratio": 0.25}},
+    "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """BASE with the value at a dotted path replaced."""
+    data = copy.deepcopy(BASE)
+    section = data
+    *sections, key = path.split(".")
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[key] = value
+    return data
+
+
+def load(tmp_path: Path, data: Any) -> Stage2Config:
+    file = tmp_path / "run.yaml"
+    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data), encoding="utf-8")
+    return load_config(file)
+
+
+def refusal(tmp_path: Path, data: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, data)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "run.yaml" in message
+    return message
+
+
+PREFETCH = "stage2_ab.channel_b.prefetch"
+DECODING = "rollout.decoding"
+
+
+def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
+    config = load(tmp_path, BASE)
+    channel_b, rollout = config.stage2_ab.channel_b, config.rollout
+    prefetch = channel_b.prefetch
+    assert (prefetch.queue_limit, prefetch.version_window, prefetch.sync_every_steps) == (8, 2, 4)
+    assert (prefetch.prefetch_target_packs, prefetch.min_ready_tokens, prefetch.max_attempts) == (4, 0, 3)
+    assert prefetch.redraw_dropped is True
+    assert (channel_b.packing.packing_length, channel_b.packing.packing_min_fill_ratio) == (4096, 0.65)
+    assert (channel_b.matching.iou_threshold, channel_b.matching.top_k, channel_b.matching.same_label) == (
+        0.3,
+        10,
+        False,
+    )
+    assert (channel_b.target.dialect, channel_b.on_pipeline_failure) == ("object_list", "raise")
+    assert channel_b.max_truncated_ratio == 0.3
+    assert (config.stage2_ab.starvation.action, config.stage2_ab.starvation.grace_steps) == ("warn", 200)
+    assert rollout.servers == (ServerConfig(base_url="http://127.0.0.1:8000", group_port=51216),)
+    assert (rollout.max_inflight_per_server, rollout.request_timeout_s) == (16, 240.0)
+    assert (rollout.decoding.temperature, rollout.decoding.top_p, rollout.decoding.top_k) == (0.01, 1.0, -1)
+    assert (rollout.sync.mode, rollout.sync.timeout_s, rollout.sync.bucket_mib) == ("full", 300.0, 512)
+    assert config.control_timeout_s == 1800.0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("stage2_ab.schedule.b_ratio", 1.2, ["b_ratio=1.2", "0..1", "stage2_ab.schedule"]),
+        ("stage2_ab.schedule.b_ratio", -0.1, ["b_ratio=-0.1", "0..1"]),
+        ("stage2_ab.schedule.b_ratio", math.nan, ["b_ratio=nan", "0..1"]),
+        (f"{PREFETCH}.queue_limit", 0, ["queue_limit=0", "at least 1"]),
+        (f"{PREFETCH}.version_window", -1, ["version_window=-1", "at least 0"]),
+        (f"{PREFETCH}.sync_every_steps", 0, ["sync_every_steps=0", "at least 1"]),
+        (f"{PREFETCH}.prefetch_target_packs", 0, ["prefetch_target_packs=0", "at least 1"]),
+        (f"{PREFETCH}.prefetch_target_packs", 9, ["prefetch_target_packs=9", "queue_limit=8", "queue_limit: 9"]),
+        (f"{PREFETCH}.prefetch_target_packs", 2, ["B could never run", "gradient_accumulation_steps=4", "=2"]),
+        (f"{PREFETCH}.max_attempts", 0, ["max_attempts=0"]),
+        ("swift.gradient_accumulation_steps", 5, ["B could never run", "=5", "prefetch_target_packs=4"]),
+        ("swift.gradient_accumulation_steps", 0, ["gradient_accumulation_steps=0", "at least 1"]),
+        ("swift.gradient_accumulation_steps", "4", ["gradient_accumulation_steps='4'", "integer"]),
+        (PREFETCH, {"version_window": 0, "sync_every_steps": 1}, ["version_window=0", "sync_every_steps=1", "fresh"]),
+        (f"{DECODING}.temperature", -1, ["temperature=-1.0", "at least 0"]),
+        (f"{DECODING}.top_p", 0, ["top_p=0.0", "above 0 and at most 1"]),
+        (f"{DECODING}.top_p", 1.01, ["top_p=1.01", "at most 1"]),
+        (f"{DECODING}.top_k", 0, ["top_k=0", "-1"]),
+        (f"{DECODING}.top_k", -2, ["top_k=-2"]),
+        (f"{DECODING}.max_new_tokens", 0, ["max_new_tokens=0"]),
+        ("rollout.request_timeout_s", 0, ["request_timeout_s=0.0", "above 0"]),
+        ("rollout.request_timeout_s", math.inf, ["request_timeout_s=inf", "finite"]),
+        ("rollout.request_timeout_s", None, ["request_timeout_s=None", "a number"]),
+        ("rollout.start_timeout_s", -3, ["start_timeout_s=-3.0"]),
+        ("rollout.sync.timeout_s", 0, ["timeout_s=0.0", "rollout.sync"]),
+        ("rollout.sync.mode", "delta", ["mode='delta'", "full"]),
+        ("control_timeout_s", 0, ["control_timeout_s=0.0"]),
+        ("control_timeout_s", 539, ["control_timeout_s=539", "300 + 240", "540 or more"]),
+        ("rollout.servers", [], ["rollout.servers", "b_ratio=0.25", "b_ratio: 0"]),
+        ("rollout.servers", [{"base_url": "127.0.0.1:8000"}], ["base_url='127.0.0.1:8000'", "http://"]),
+        ("rollout.servers", [{"base_url": "http://h:8000/x"}], ["base_url", "scheme, host and port only"]),
+        ("rollout.servers", [{"base_url": "http://h:99999"}], ["base_url='http://h:99999'"]),
+        ("rollout.servers", [{"group_port": 5}], ["rollout.servers[0].base_url is required"]),
+        ("rollout.servers", [{"base_url": "http://h:1", "group_port": 1}], ["group_port=1", "must differ"]),
+        ("rollout.servers", [{"base_url": "http://h:1"}] * 2, ["base_url='http://h:1' more than once"]),
+        (
+            "rollout.servers",
+            [{"base_url": "http://h:1"}, {"base_url": "http://h:2"}],
+            ["group_port='h:51216' more than once"],
+        ),
+        ("stage2_ab.channel_b.target.weights", dict.fromkeys(
+            ("structure", "matched_label", "missed_label", "matched_coordinates", "missed_coordinates", "closure"), 0
+        ), ["at least one target weight"]),
+        ("launch.servers", [{"engine": "swift"}, {"engine": "swift"}], ["2 launch.servers and 1 rollout.servers"]),
+        ("launch", {"servers": [{"devices": [0, 1]}], "learner": {"devices": [1]}}, ["device 1", "servers[0]"]),
+        ("launch.learner", {"devices": [0], "nproc_per_node": 2}, ["nproc_per_node=2", "devices=[0]"]),
+        ("launch.learner", {"devices": [0, 0]}, ["devices=[0, 0]"]),
+    ],
+)  # fmt: skip
+def test_refused_values_are_named_with_range_and_remedy(
+    tmp_path: Path, path: str, value: Any, parts: list[str]
+) -> None:
+    message = refusal(tmp_path, changed(path, value))
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        (f"{PREFETCH}.version_windw", 2, ["'version_windw'", "did you mean 'version_window'", PREFETCH]),
+        ("stage2_abc", {}, ["top level", "'stage2_ab'"]),
+        ("b_ratio", 0.5, ["belongs at 'stage2_ab.schedule.b_ratio'"]),
+        ("rollout.temperature", 0.5, ["belongs at 'rollout.decoding.temperature'"]),
+        ("rollout.servers", [{"base_ulr": "http://h:1"}], ["rollout.servers[0]", "did you mean 'base_url'"]),
+        ("rollout.sync.qqqq", 1, ["'qqqq'", "its keys are", "bucket_mib"]),
+        ("temperature", 0.5, ["temperature is retired", "rollout.decoding.temperature"]),
+        ("rollout_buffer", {}, ["rollout_buffer is retired", PREFETCH]),
+        (
+            "stage2_ab.channel_b.rollout_buffer",
+            {},
+            ["stage2_ab.channel_b.rollout_buffer is retired", PREFETCH],
+        ),
+    ],
+)
+def test_unknown_and_retired_keys_name_the_right_one(
+    tmp_path: Path, path: str, value: Any, parts: list[str]
+) -> None:
+    message = refusal(tmp_path, changed(path, value))
+    for part in parts:
+        assert part in message
+
+
+def _keys(section: type, place: str = "") -> list[tuple[str, tuple[str, ...]]]:
+    """(dotted path of a section, its keys) for every section that is no list entry."""
+    hints = get_type_hints(section)
+    found = [(place, tuple(item.name for item in fields(section)))]
+    for item in fields(section):
+        if isinstance(hints[item.name], type) and is_dataclass(hints[item.name]):
+            found += _keys(hints[item.name], f"{place}.{item.name}" if place else item.name)
+    return found
+
+
+@pytest.mark.parametrize(("place", "keys"), _keys(Stage2Config))
+def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        misspelt = key[:-1] + "zz"
+        message = refusal(tmp_path, changed(f"{place}.{misspelt}" if place else misspelt, 1))
+        assert repr(misspelt) in message
+        assert "did you mean" in message or "its keys are" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "wanted"),
+    [
+        (f"{PREFETCH}.queue_limit", True, "an integer"),
+        (f"{PREFETCH}.queue_limit", 8.0, "an integer"),
+        (f"{PREFETCH}.queue_limit", "8", "an integer"),
+        (f"{PREFETCH}.redraw_dropped", 1, "true or false"),
+        ("stage2_ab.schedule.b_ratio", True, "a number"),
+        ("stage2_ab.schedule.b_ratio", "0.25", "a number"),
+        ("rollout.api_key_env", 7, "a text"),
+        ("rollout.servers", {"base_url": "http://h:1"}, "a list"),
+        ("rollout.servers", ["http://h:1"], "a mapping"),
+        ("rollout", None, "a mapping"),
+        ("swift", ["--model", "m"], "a mapping"),
+        ("launch.learner.devices", [0, "1"], "an integer"),
+        ("stage2_ab.starvation.action", "wran", "did you mean 'warn'"),
+        ("stage2_ab.channel_b.target.dialect", "object_lst", "did you mean 'object_list'"),
+    ],
+)
+def test_wrong_types_are_refused_with_their_place(tmp_path: Path, path: str, value: Any, wanted: str) -> None:
+    message = refusal(tmp_path, changed(path, value))
+    assert wanted in message
+    assert path in message
+
+
+def test_an_integer_may_stand_for_a_float(tmp_path: Path) -> None:
+    config = load(tmp_path, changed("rollout.request_timeout_s", 30))
+    assert config.rollout.request_timeout_s == 30.0
+    assert type(config.rollout.request_timeout_s) is float
+
+
+@pytest.mark.parametrize("missing", ["stage2_ab", "stage2_ab.schedule", "stage2_ab.schedule.b_ratio"])
+def test_b_ratio_has_no_default(tmp_path: Path, missing: str) -> None:
+    *sections, key = missing.split(".")
+    data = copy.deepcopy(BASE)
+    section = data
+    for name in sections:
+        section = section[name]
+    del section[key]
+    assert f"{missing} is required" in refusal(tmp_path, data)
+
+
+def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
+    data = {
+        "swift": {"packing": True, "gradient_accumulation_steps": 64},
+        "stage2_ab": {"schedule": {"b_ratio": 0}},
+        "control_timeout_s": 60,
+    }
+    config = load(tmp_path, data)
+    assert not config.b_enabled
+    assert config.rollout.servers == ()
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: rule.key)
+def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: Any) -> None:
+    value = next(value for value in (True, 2, "seq_cls", "left", False) if rule.refused(value))
+    message = refusal(tmp_path, changed(f"swift.{rule.key}", value))
+    for part in (f"swift.{rule.key}", rule.reason, rule.remedy, repr(value)):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("packing", False),
+        ("streaming", "false"),
+        ("sequence_parallel_size", 1),
+        ("task_type", "causal_lm"),
+        ("tuner_type", "full"),
+        ("tuner_type", "lora"),
+        ("truncation_strategy", "delete"),
+        ("average_tokens_across_devices", True),
+        ("group_by_length", True),
+        ("quant_bits", None),
+        ("fsdp", ""),
+    ],
+)
+def test_harmless_values_of_the_same_arguments_are_accepted(tmp_path: Path, key: str, value: Any) -> None:
+    assert load(tmp_path, changed(f"swift.{key}", value)).swift[key] == value
+
+
+def test_a_queue_that_outlives_its_packs_is_warned_about_with_the_useful_limit(tmp_path: Path) -> None:
+    data = changed("swift.gradient_accumulation_steps", 1)
+    data["stage2_ab"]["channel_b"] = {"prefetch": {"queue_limit": 4}}
+    (warning,) = load(tmp_path, data).warnings  # useful: 1 * ceil(3 * 0.25 * 4) = 3
+    assert "queue_limit=4" in warning
+    assert "queue_limit: 3" in warning
+    data["stage2_ab"]["channel_b"]["prefetch"] = {"queue_limit": 3, "prefetch_target_packs": 3}
+    assert load(tmp_path, data).warnings == ()
+
+
+@given(st.integers(0, 1000), st.integers(1, 6), st.integers(1, 9), st.integers(1, 8))
+def test_the_useful_queue_limit_is_exact(
+    thousandths: int, window: int, every: int, accumulation: int
+) -> None:
+    data = copy.deepcopy(BASE)
+    data["swift"] = {}
+    data["stage2_ab"]["schedule"]["b_ratio"] = thousandths / 1000
+    data["stage2_ab"]["channel_b"] = {"prefetch": {"version_window": window, "sync_every_steps": every}}
+    steps = Fraction((window + 1) * every * thousandths, 1000)
+    expected = accumulation * max(1, -(-steps.numerator // steps.denominator))
+    assert bind(Stage2Config, data).useful_queue_limit(accumulation) == expected
+
+
+def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: Path) -> None:
+    data = copy.deepcopy(BASE)
+    del data["swift"]["gradient_accumulation_steps"]
+    config = load(tmp_path, data)
+    assert config.gradient_accumulation_steps is None
+    config.check_accumulation(4)
+    with pytest.raises(ConfigError, match=r"B could never run.*=5.*prefetch_target_packs=4"):
+        config.check_accumulation(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"), [("0.3", Fraction(3, 10)), ("0.875", Fraction(7, 8)), ("1e-3", Fraction(1, 1000))]
+)
+def test_b_ratio_is_the_decimal_that_was_written(tmp_path: Path, text: str, exact: Fraction) -> None:
+    servers = "rollout: {servers: [{base_url: 'http://h:1'}]}"
+    config = load(tmp_path, f"stage2_ab: {{schedule: {{b_ratio: {text}}}}}\n{servers}\n")
+    assert config.stage2_ab.schedule.exact_b_ratio == exact
+
+
+def test_yaml_scalars_are_those_of_version_1_2(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        """
+        swift: {learning_rate: 1e-5, note: 2026-01-02, answer: no, n: 010, time: 12:30, flag: true, none: null}
+        stage2_ab: {schedule: {b_ratio: 0}, starvation: {action: off}}
+        """,
+    )
+    assert config.stage2_ab.starvation.action is StarvationAction.OFF
+    assert dict(config.swift) == {
+        "learning_rate": 1e-5, "note": "2026-01-02", "answer": "no", "n": 10, "time": "12:30", "flag": True,
+        "none": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("stage2_ab:\n  schedule: {b_ratio: 0}\nstage2_ab: {}\n", ["line 3", "'stage2_ab' also on line 1"]),
+        ("stage2_ab: {schedule: {b_ratio: 0, b_ratio: 1}}", ["'b_ratio' also on line 1"]),
+        ("stage2_ab: {schedule: ", ["valid YAML", "line"]),
+        ("- 1\n", ["mapping", "list"]),
+        ("", ["empty file"]),
+        ("1: 2\n", ["a key must be text", "key=1"]),
+        ("swift: !!python/object/apply:os.getcwd []\n", ["valid YAML"]),
+    ],
+)
+def test_text_that_is_no_configuration_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refusal(tmp_path, text)
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must exist, got path=.*absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match="readable UTF-8"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"swift: {a: \xff}")
+    with pytest.raises(UserError, match="readable UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+swift_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+    | st.sampled_from(["off", "1e-5", "010", "null", "2026-01-02", "~", "1:30", "=", "<<", "0x1f"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), swift_values, max_size=4), st.floats(0, 1)
+)
+def test_the_resolved_configuration_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, swift: dict[str, Any], b_ratio: float
+) -> None:
+    data = copy.deepcopy(BASE)
+    data["swift"] = {f"x_{key}": value for key, value in swift.items()}
+    data["stage2_ab"]["schedule"]["b_ratio"] = b_ratio
+    config = bind(Stage2Config, data)
+    file = tmp_path_factory.mktemp("config") / "resolved.yaml"
+    file.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(file) == config
+
+
+def test_the_token_is_read_from_the_environment_and_never_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load(tmp_path, changed("rollout.api_key_env", "OUR_TOKEN"))
+    monkeypatch.delenv("OUR_TOKEN", raising=False)
+    assert config.rollout.api_key() is None
+    monkeypatch.setenv("OUR_TOKEN", "hush-hush")
+    assert config.rollout.api_key() == "hush-hush"
+    assert "hush-hush" not in config.to_yaml()
+
+
+def test_arguments_become_argv() -> None:
+    arguments = {
+        "model": "m", "dataset": ["a.jsonl", "b.jsonl"], "bf16": True, "use_cpu": False, "learning_rate": 1e-5,
+        "loss_scale": None, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }  # fmt: skip
+    assert as_argv(arguments) == [
+        "--model", "m", "--dataset", "a.jsonl", "b.jsonl", "--bf16", "true", "--use_cpu", "false",
+        "--learning_rate", "1e-05", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}',
+    ]  # fmt: skip
+
+
+def test_importing_the_configuration_loads_no_heavy_package() -> None:
+    heavy = ("torch", "swift", "transformers", "numpy")
+    code = f"import sys, swift_stage2.config, swift_stage2.cli; sys.exit(str([m for m in {heavy} if m in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda file: file.name
+)
+def test_every_example_is_read_without_a_warning(file: Path) -> None:
+    assert load_config(file).warnings == ()
+
+
+def test_there_are_examples() -> None:
+    assert len(list((Path(__file__).parents[1] / "configs").glob("*.yaml"))) >= 2
