@@ -1,0 +1,288 @@
+"""Matching against worked cases and against the rules applied to every possible match."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from swift_stage2.channel_b.matching import MatchResult, iou_matrix, match_objects
+from swift_stage2.errors import MatchingError
+
+Boxes = list[list[float]]
+SHIFTED: tuple[Boxes, Boxes] = ([[0, 0, 100, 100], [50, 0, 150, 100]], [[10, 0, 110, 100], [0, 0, 100, 100]])
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true", "settings", "pairs", "unmatched", "gated"),
+    [
+        (
+            [[0, 0, 50, 50], [900, 900, 950, 950]],
+            [[100, 100, 200, 200], [500, 500, 600, 600]],
+            {"iou_threshold": 0.5},
+            (),
+            ((0, 1), (0, 1)),
+            4,
+        ),
+        (*SHIFTED, {"iou_threshold": 0.3}, ((0, 1), (1, 0)), ((), ()), 0),
+        (*SHIFTED, {"iou_threshold": 0.5}, ((0, 1),), ((1,), (0,)), 2),
+        (
+            [[0, 0, 100, 100], [5, 0, 105, 100]],
+            [[0, 0, 100, 100], [20, 0, 120, 100]],
+            {"top_k": 2},
+            ((0, 0), (1, 1)),
+            ((), ()),
+            0,
+        ),
+        ([], [[0, 0, 1, 1]] * 3, {}, (), ((), (0, 1, 2)), 0),
+        ([[0, 0, 1, 1]] * 2, [], {}, (), ((0, 1), ()), 0),
+        ([], [], {}, (), ((), ()), 0),
+        # Only the best top_k truths of a prediction are candidates, ties by lower index.
+        ([[0, 0, 10, 10]] * 2, [[0, 0, 10, 10]] * 3, {"top_k": 1}, ((0, 0),), ((1,), (1, 2)), 0),
+        ([[0, 0, 10, 10]], [[90, 90, 99, 99]] * 5, {"top_k": 3}, (), ((0,), (0, 1, 2, 3, 4)), 3),
+        # IoU on the threshold is feasible, and so is a pair that costs just what it saves.
+        ([[0, 0, 10, 3]], [[0, 0, 10, 10]], {"iou_threshold": 0.3}, ((0, 0),), ((), ()), 0),
+        (
+            [[0, 0, 10, 5]],
+            [[0, 0, 10, 10]],
+            {"unmatched_prediction_cost": 0.25, "unmatched_ground_truth_cost": 0.25},
+            ((0, 0),),
+            ((), ()),
+            0,
+        ),
+        (
+            [[0, 0, 10, 5]],
+            [[0, 0, 10, 10]],
+            {"unmatched_prediction_cost": 0.25, "unmatched_ground_truth_cost": 0.24},
+            (),
+            ((0,), (0,)),
+            0,
+        ),
+        # Zero areas: no IoU, and not even a division.
+        ([[5, 5, 5, 5]], [[5, 5, 5, 5]], {}, (), ((0,), (0,)), 1),
+        ([[5, 5, 5, 5]], [[5, 5, 5, 5]], {"iou_threshold": 0.0}, ((0, 0),), ((), ()), 0),
+        # Equal totals: one pair of IoU 1 saves what two pairs of IoU 1/2 save.
+        (
+            [[0, 0, 10, 10], [0, 0, 10, 20]],
+            [[0, 0, 10, 10], [0, 0, 10, 5]],
+            {"unmatched_prediction_cost": 0.5, "unmatched_ground_truth_cost": 0.5, "iou_threshold": 0.4},
+            ((0, 1), (1, 0)),
+            ((), ()),
+            1,
+        ),
+        # Identical boxes match in index order.
+        ([[0, 0, 9, 9]] * 4, [[0, 0, 9, 9]] * 3, {}, ((0, 0), (1, 1), (2, 2)), ((3,), ()), 0),
+    ],
+)
+def test_worked_cases(
+    predicted: Boxes,
+    true: Boxes,
+    settings: dict[str, Any],
+    pairs: tuple[tuple[int, int], ...],
+    unmatched: tuple[tuple[int, ...], tuple[int, ...]],
+    gated: int,
+) -> None:
+    match = match_objects(predicted, true, **settings)
+    assert match.pairs == pairs
+    assert (match.unmatched_predictions, match.unmatched_ground_truth) == unmatched
+    assert match.gated == gated
+    assert match.ious == pytest.approx([iou(predicted[p], true[t]) for p, t in pairs])
+
+
+@pytest.mark.parametrize(("shift", "pairs"), [(4e-10, ((0, 0),)), (4e-9, ((0, 1),))])
+def test_totals_within_the_tolerance_are_equal(shift: float, pairs: tuple[tuple[int, int], ...]) -> None:
+    # The second truth is better by about the shift.
+    true = [[0.0, 0.0, 1.0, 1.0 + shift], [0.0, 0.0, 1.0, 1.0]]
+    assert match_objects([[0, 0, 1, 1]], true).pairs == pairs
+
+
+def test_the_tolerance_is_spent_once_over_the_whole_match() -> None:
+    # Two predictions far apart could each take a truth that is worse by 6e-10, but not both.
+    near = [[0.0, 0.0, 1.0, 1.0 + 6e-10], [0.0, 0.0, 1.0, 1.0]]
+    far = [[x + 50 if column in (0, 2) else x for column, x in enumerate(box)] for box in near]
+    match = match_objects([[0, 0, 1, 1], [50, 0, 51, 1]], near + far)
+    assert match.pairs == ((0, 0), (1, 3))
+
+
+def test_disallowed_pairs_are_no_candidates() -> None:
+    boxes = [[0, 0, 10, 10], [90, 0, 99, 9], [0, 1, 10, 11]]
+    allowed = [[False, True, True]]
+    match = match_objects([[0, 0, 10, 10]], boxes, allowed=allowed)
+    assert match.pairs == ((0, 2),)
+    assert match.gated == 1
+    # The best truth does not use up the only place of top_k either.
+    assert match_objects([[0, 0, 10, 10]], boxes, allowed=allowed, top_k=1).pairs == ((0, 2),)
+    assert match_objects([[0, 0, 10, 10]], boxes, allowed=[[False] * 3]) == MatchResult(
+        (), (0,), (0, 1, 2), 0
+    )
+    assert match_objects([], boxes, allowed=np.zeros((0, 3))).unmatched_ground_truth == (0, 1, 2)
+
+
+def test_costs_that_dwarf_the_ious_do_not_cost_precision() -> None:
+    settings = {"unmatched_prediction_cost": 1e12, "unmatched_ground_truth_cost": 1e12}
+    assert match_objects(*SHIFTED, **settings).pairs == ((0, 1), (1, 0))
+    swapped = match_objects([[0, 0, 10, 10], [0, 0, 10, 11]], [[0, 0, 10, 11], [0, 0, 10, 10]], **settings)
+    assert swapped.pairs == ((0, 1), (1, 0))
+
+
+def test_a_lattice_of_ties_keeps_to_the_lexicographic_rule() -> None:
+    # Every prediction lies half on one truth and half on the next: two perfect matchings less one.
+    true = [[10.0 * n, 0.0, 10.0 * n + 10, 10.0] for n in range(200)]
+    predicted = [[10.0 * n + 5, 0.0, 10.0 * n + 15, 10.0] for n in range(199)]
+    assert match_objects(predicted, true).pairs == tuple((n, n) for n in range(199))
+    order = random.Random(5).sample(range(199), 199)
+    shuffled = match_objects([predicted[n] for n in order], true)
+    assert shuffled.pairs == tuple((index, n) for index, n in enumerate(order))
+
+
+def test_500_boxes_cost_the_optimum() -> None:
+    rng = np.random.default_rng(3)
+    corners = rng.integers(0, 100, (2, 500, 2))
+    predicted, true = np.concatenate([corners, corners + rng.integers(100, 300, (2, 500, 2))], axis=2)
+    match = match_objects(predicted, true, top_k=500)
+    ious = iou_matrix(predicted, true)
+    gains = np.where(ious >= 0.3, 1.0 + ious, 0.0)
+    rows, columns = linear_sum_assignment(gains, maximize=True)
+    assert sum(1.0 + value for value in match.ious) == pytest.approx(gains[rows, columns].sum(), abs=1e-8)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), max_size=4), st.integers(0, 2**32))
+def test_iou_matrix_is_the_definition(raw: Boxes, seed: int) -> None:
+    boxes = [ordered(box) for box in raw]
+    true = [ordered([random.Random(seed + n).uniform(0, 5) for n in range(k, k + 4)]) for k in range(3)]
+    expected = [[iou(left, right) for right in true] for left in boxes]
+    assert iou_matrix(boxes, true) == pytest.approx(np.array(expected).reshape(len(boxes), 3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_rule_against_every_possible_match(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(150):
+        check_against_all_matches(rng, rng.randint(0, 4), rng.randint(0, 4))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_rule_on_six_by_six(seed: int) -> None:
+    check_against_all_matches(random.Random(seed), 6, 6)
+
+
+def check_against_all_matches(rng: random.Random, *counts: int) -> None:
+    """Small grids and repeated shapes make ties; a few truths are moved by less than the tolerance."""
+    grid = rng.choice([2, 3, 4, 10, 1000])
+    shapes = [ordered([rng.randint(0, grid) for _ in range(4)]) for _ in range(rng.choice([2, 3, 20]))]
+    predicted, true = ([rng.choice(shapes) for _ in range(count)] for count in counts)
+    if rng.random() < 0.2:
+        moves = [0.0, 3.1e-10, 0.97e-9, 5e-9]
+        true = [[*box[:2], box[2] + rng.choice(moves), box[3] + rng.choice(moves)] for box in true]
+    settings = {
+        "iou_threshold": rng.choice([0.0, 0.1, 0.3, 1 / 3, 0.5]),
+        "top_k": rng.choice([1, 2, 3, 10]),
+        "unmatched_prediction_cost": rng.choice([0.0, 0.25, 0.3, 0.5, 1.0, 50.0]),
+        "unmatched_ground_truth_cost": rng.choice([0.0, 0.1, 0.25, 0.5, 1.0]),
+    }
+    allowed = [[rng.random() < 0.6 for _ in true] for _ in predicted] if rng.random() < 0.3 else None
+    match = match_objects(predicted, true, allowed=allowed, **settings)
+    note = (predicted, true, settings, allowed)
+    assert (match.pairs, match.gated) == best_of_all(predicted, true, allowed, **settings), note
+    assert sorted([t for _, t in match.pairs] + list(match.unmatched_ground_truth)) == list(range(len(true)))
+    assert sorted([p for p, _ in match.pairs] + list(match.unmatched_predictions)) == list(
+        range(len(predicted))
+    )
+
+
+def best_of_all(
+    predicted: Boxes,
+    true: Boxes,
+    allowed: list[list[bool]] | None,
+    *,
+    iou_threshold: float,
+    top_k: int,
+    unmatched_prediction_cost: float,
+    unmatched_ground_truth_cost: float,
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The winner among all matches, and how many candidates are gated, straight from the rules."""
+    feasible: list[dict[int, float]] = []
+    gated = 0
+    for p, box in enumerate(predicted):
+        truths = [t for t in range(len(true)) if allowed is None or allowed[p][t]]
+        kept = sorted(truths, key=lambda t, box=box: (-iou(box, true[t]), t))[:top_k]  # type: ignore[misc]
+        gated += sum(iou(box, true[t]) < iou_threshold for t in kept)
+        costs = {t: 1.0 - iou(box, true[t]) for t in kept if iou(box, true[t]) >= iou_threshold}
+        saved = unmatched_prediction_cost + unmatched_ground_truth_cost
+        feasible.append({t: cost for t, cost in costs.items() if cost <= saved})
+    matches: list[tuple[float, int, tuple[tuple[int, int], ...]]] = []
+
+    def extend(p: int, pairs: tuple[tuple[int, int], ...], cost: float) -> None:
+        if p == len(predicted):
+            unmatched = (len(predicted) - len(pairs)) * unmatched_prediction_cost
+            unmatched += (len(true) - len(pairs)) * unmatched_ground_truth_cost
+            matches.append((cost + unmatched, -len(pairs), pairs))
+            return
+        extend(p + 1, pairs, cost)
+        for t, pair_cost in feasible[p].items():
+            if all(t != taken for _, taken in pairs):
+                extend(p + 1, (*pairs, (p, t)), cost + pair_cost)
+
+    extend(0, (), 0.0)
+    least = min(total for total, _, _ in matches)
+    return min((count, pairs) for total, count, pairs in matches if total <= least + 1e-9)[1], gated
+
+
+def iou(left: Sequence[float], right: Sequence[float]) -> float:
+    width = max(0.0, min(left[2], right[2]) - max(left[0], right[0]))
+    height = max(0.0, min(left[3], right[3]) - max(left[1], right[1]))
+    union = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (left, right)) - width * height
+    return width * height / union if union > 0 else 0.0
+
+
+def ordered(box: Sequence[float]) -> list[float]:
+    return [min(box[0], box[2]), min(box[1], box[3]), max(box[0], box[2]), max(box[1], box[3])]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([[1, 2, 3]], r"shape=\(1, 3\)"),
+        ([1, 2, 3, 4], r"shape=\(4,\)"),
+        ([[1, 2, 3, 4], [1, 2, 3]], "predicted_boxes must be numbers"),
+        ([["a", 2, 3, 4]], "predicted_boxes must be numbers"),
+        ([[0, 0, 1, 1], [3, 2, 1, 4]], r"predicted_boxes\[1\]=\[3.0, 2.0, 1.0, 4.0\]"),
+        ([[1, 4, 3, 2]], r"y1 <= y2"),
+        ([[0, 0, float("nan"), 1]], "finite"),
+        ([[0, 0, float("inf"), 1]], "finite"),
+        ([[0, 0, 10**400, 1]], "predicted_boxes must be numbers"),
+    ],
+)
+def test_boxes_that_cannot_be_matched(boxes: Any, message: str) -> None:
+    with pytest.raises(MatchingError, match=message):
+        match_objects(boxes, [[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"iou_threshold": -0.1},
+        {"iou_threshold": 1.1},
+        {"iou_threshold": float("nan")},
+        {"top_k": 0},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"unmatched_prediction_cost": -1.0},
+        {"unmatched_ground_truth_cost": float("inf")},
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(MatchingError, match=f"{name}={value}"):
+        match_objects([[0, 0, 1, 1]], [[0, 0, 1, 1]], **settings)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(MatchingError, match=r"shape=\(2, 1\)"):
+        match_objects([[0, 0, 1, 1]], [[0, 0, 1, 1]] * 2, allowed=[[True], [True]])

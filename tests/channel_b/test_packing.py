@@ -1,0 +1,105 @@
+"""Packing against worked cases and against every possible pack."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.packing import decide_pack, select_pack
+from swift_stage2.errors import PackingError
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "expected"),
+    [
+        ([6, 3, 2, 2, 2], 10, (0, 2, 3)),
+        ([6, 3, 2, 2], 10, (0, 2, 3)),
+        ([10, 1], 10, (0,)),
+        ([1], 10, (0,)),
+        ([1, 10], 10, (0,)),
+        ([2, 3, 5], 10, (0, 1, 2)),
+        ([4, 2, 2, 2, 6, 3, 3], 10, (0, 4)),  # fewest segments
+        ([4, 3, 2, 3, 3, 4], 10, (0, 1, 3)),  # then the smallest indices
+        ([4, 1, 5, 2, 4, 3, 3], 10, (0, 1, 2)),
+        ([3, 3, 3, 3], 10, (0, 1, 2)),
+    ],
+)
+def test_worked_cases(lengths: list[int], capacity: int, expected: tuple[int, ...]) -> None:
+    assert select_pack(lengths, capacity) == expected
+
+
+@given(
+    st.integers(1, 30).flatmap(
+        lambda c: st.tuples(st.lists(st.integers(1, c), min_size=1, max_size=9), st.just(c))
+    )
+)
+def test_best_of_every_possible_pack(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    packs = [
+        (0, *rest) for count in range(len(lengths)) for rest in combinations(range(1, len(lengths)), count)
+    ]
+    totals = {pack: sum(lengths[index] for index in pack) for pack in packs}
+    fitting = [pack for pack in packs if totals[pack] <= capacity]
+    assert select_pack(lengths, capacity) == min(fitting, key=lambda pack: (-totals[pack], len(pack), pack))
+
+
+def test_hundreds_of_segments_fill_a_large_pack_to_the_token() -> None:
+    lengths = np.random.default_rng(0).integers(200, 9000, 400).tolist()
+    chosen = select_pack(lengths, 32768)
+    assert sum(lengths[index] for index in chosen) == 32768
+    assert chosen[0] == 0
+
+
+def test_numpy_integers_are_integers() -> None:
+    chosen = select_pack(np.array([6, 3, 2, 2]), np.int64(10))  # type: ignore[arg-type]
+    assert chosen == (0, 2, 3)
+    assert all(type(index) is int for index in chosen)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "message"),
+    [
+        ([11], 10, r"\[0\]=11 capacity=10"),
+        ([1, 2, 11], 10, r"\[2\]=11 capacity=10"),
+        ([], 10, r"lengths=\[\]"),
+        ([3, 0], 10, r"\[1\]=0"),
+        ([-3], 10, r"\[0\]=-3"),
+        ([2.5], 10, r"\[0\]=2\.5"),
+        ([True], 10, r"\[0\]=True"),
+        (["3"], 10, r"\[0\]='3'"),
+        ([1], 0, "capacity=0"),
+        ([1], 10.0, r"capacity=10\.0"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(lengths: Any, capacity: Any, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
+        select_pack(lengths, capacity)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "min_fill_ratio", "starving", "expected"),
+    [
+        ([], 0.5, True, None),
+        ([4], 0.5, False, None),
+        ([4], 0.5, True, (0,)),
+        ([5], 0.5, False, (0,)),
+        ([7], 0.7, False, (0,)),  # 0.7 * 10 is above 7 in floating point
+        ([6, 3, 2, 2], 1.0, False, (0, 2, 3)),
+        ([6, 3], 1.0, False, None),
+        ([1], 0.0, False, (0,)),
+    ],
+)
+def test_a_thin_pack_waits_unless_the_queue_starves(
+    lengths: list[int], min_fill_ratio: float, starving: bool, expected: tuple[int, ...] | None
+) -> None:
+    assert decide_pack(lengths, 10, min_fill_ratio, starving) == expected
+
+
+def test_a_decision_refuses_what_can_never_be_packed() -> None:
+    with pytest.raises(PackingError, match="capacity=10"):
+        decide_pack([11], 10, 0.5, starving=False)
