@@ -1,11 +1,13 @@
 """Counters, gauges, activities and spans of one rank, and where they go: TensorBoard, audit, trace, live view.
 
     facade             Telemetry, which the learner's side holds; the only name it needs
+    step_recorder      the learner's steps and rounds
     pipeline_recorder  channel B's events
     scalars, merging   from one rank's numbers to all ranks' tags
     counters, metrics  the numbers, and the one table that declares them
     activity, spans    where the time goes
-    audit, tensorboard, chart_layout, live_view, live_state   the ways out
+    facts              what is read of the records of other modules
+    audit, tensorboard, chart_layout, live_view, live_state  the ways out
     summary, summary_table   from a finished audit back to answers
 
 ``docs/design/metrics.md`` lists every tag. Knows no ms-swift and issues no collective.

@@ -26,6 +26,7 @@ from swift_stage2.telemetry.merging import SumAcrossRanks
 from swift_stage2.telemetry.metrics import PREFIX
 from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
 from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.step_recorder import StepRecorder
 from swift_stage2.telemetry.storage_warning import StorageWarning
 from swift_stage2.telemetry.tensorboard import TensorBoardSink
 
@@ -62,12 +63,12 @@ class Telemetry:
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
-        self._tracker = LiveTracker(total_steps, b_enabled=queue_limit is not None)
-        self._b_enabled = queue_limit is not None
+        b_enabled = queue_limit is not None
+        self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
+        self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
         self._plans: list[tuple[int, float, dict[str, float]]] = []
-        self._audited_ns = self.clock.totals_ns()
         self._closed = False
 
     @contextmanager
@@ -88,8 +89,7 @@ class Telemetry:
 
     def record_step(self, facts: StepFacts) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
-        self._count_step(facts)
-        self._audit_step(facts)
+        self._recorder.step(facts)
         if self._board is not None:
             self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
         self._tracker.step(facts)
@@ -97,20 +97,7 @@ class Telemetry:
 
     def record_round(self, step: int, outcome: RoundFacts) -> None:
         """Count one sync round that has ended, on every rank."""
-        num_failed = sum(not report.proven for report in outcome.reports.values())
-        committed = num_failed < len(outcome.reports)
-        self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-        self.counters.add("sync_servers_failed", num_failed)
-        self.audit.write(
-            "round",
-            step=step,
-            round_id=outcome.round_id,
-            version=outcome.version,
-            committed=committed,
-            seconds=outcome.seconds,
-            canary_seconds=outcome.canary_seconds,
-            servers=dict(outcome.reports),
-        )
+        self._recorder.round(step, outcome)
         self._tracker.round(step, outcome)
         self._show()
 
@@ -160,7 +147,7 @@ class Telemetry:
         self.counters.load_state_dict(state["counters"])
         self.clock.load_state_dict(state["activity_ns"])
         self._window_start = dict(state["window_start"])
-        self._audited_ns = self.clock.totals_ns()
+        self._recorder.resumed()
 
     def close(self) -> None:
         """Write what is left and close every file. May be called again."""
@@ -176,52 +163,11 @@ class Telemetry:
         if self._live is not None:
             self._live.close()
 
-    def _count_step(self, facts: StepFacts) -> None:
-        add, plan = self.counters.add, facts.plan
-        add("steps")
-        add("b_steps_wanted", int(plan.wanted_b))
-        add("b_steps_run", int(plan.channel == "B"))
-        if plan.skip_reason is not None:
-            add(f"b_steps_skipped/{plan.skip_reason}")
-        add("packs_trained", len(facts.packs))
-        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
-        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
-        add("stage_seconds/plan", facts.plan_seconds)
-        if self._b_enabled:
-            self.counters.set("queue_depth", facts.queue_depth)
-            self.counters.set("ver_current", facts.version)
-            self.counters.set("sync_pending", int(facts.round_pending))
-            self.counters.set("infer_inflight", facts.infer_in_flight)
-        if facts.version_lag is not None:
-            self.counters.raise_to("ver_lag", facts.version_lag)
-
     def _read_gauges(self) -> dict[str, float]:
-        if self._b_enabled:
+        if self._queue_limit is not None:
             self.counters.set("queue_limit", self._queue_limit)
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
         return self.counters.snapshot()
-
-    def _audit_step(self, facts: StepFacts) -> None:
-        totals = self.clock.totals_ns()
-        spent = {activity: ns - self._audited_ns[activity] for activity, ns in totals.items()}
-        self._audited_ns = totals
-        self.audit.write(
-            "step",
-            step=facts.step,
-            channel=facts.plan.channel,
-            wants_b=facts.plan.wanted_b,
-            skip_reason=facts.plan.skip_reason,
-            version=facts.version,
-            version_lag=facts.version_lag,
-            queue_depth=facts.queue_depth,
-            infer_in_flight=facts.infer_in_flight,
-            round_pending=facts.round_pending,
-            plan_seconds=facts.plan_seconds,
-            num_tokens=sum(pack.num_tokens for pack in facts.packs),
-            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
-            samples=[key for pack in facts.packs for key in pack.keys],
-            activity_ns={activity: ns for activity, ns in spent.items() if ns},
-        )
 
     def _audit_metrics(
         self,

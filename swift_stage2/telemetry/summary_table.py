@@ -63,7 +63,8 @@ def _round_times(summary: RunSummary) -> Table:
 def _activities(summary: RunSummary) -> Table:
     table = Table(title="Main thread, seconds by activity", title_justify="left")
     table.add_column("rank", justify="right")
-    names = list(dict.fromkeys(name for rank in summary.activity for name in rank.seconds))
+    spent = (name for rank in summary.activity for name, seconds in rank.seconds.items() if seconds)
+    names = list(dict.fromkeys(spent))
     for name in (*names, "wall"):
         table.add_column(name, justify="right")
     for rank in summary.activity:
