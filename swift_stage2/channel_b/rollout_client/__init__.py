@@ -1,0 +1,18 @@
+"""Turns samples into rollouts: asks proven rollout servers, and says what became of every sample.
+
+    client       one batch over all servers, one outcome back; the only name other modules need
+    lane         what this rank does with one server, one call at a time
+    share        one server's part of a batch, and what became of it
+    plan         which requests go into the next POST after an error or a timeout (pure)
+    seeds        the seed of a POST (pure)
+    trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
+    connection   one HTTP call with one deadline, and how it ended
+    outcome      what became of a batch
+
+The pipeline calls ``RolloutClient.generate``.
+"""
+
+from swift_stage2.channel_b.rollout_client.client import RolloutClient
+from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
+
+__all__ = ["BatchOutcome", "PostFailure", "RolloutClient"]

@@ -1,0 +1,203 @@
+"""Asks all proven rollout servers of a rank for one batch and says what became of every sample.
+
+Every sample given comes back exactly once: as a rollout, as poisonous, or to be asked again. Servers'
+faults cost a server its trust, never a sample an attempt. ``generate`` belongs to one thread (the
+pipeline's); ``set_proven``, ``request_stop`` and the properties may be used from any.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from types import TracebackType
+from typing import Any
+
+from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
+from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
+from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST, SeedLedger
+from swift_stage2.channel_b.rollout_client.share import merge_shares, split_evenly
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
+
+logger = logging.getLogger(__name__)
+
+_STOP_SLICE_S = 0.2
+_CLOSING_S = 5.0
+
+
+class RolloutClient:
+    """This rank's door to the rollout servers. A context manager; it owns one thread per server."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        fence: InferFence,
+        decoding: DecodingConfig,
+        request_timeout_s: float,
+        run_seed: int,
+        rank: int,
+        world_size: int,
+        api_key: str | None = None,
+        ticket_timeout_s: float = 1.0,
+        connect_timeout_s: float = 10.0,
+        run_id: str | None = None,
+        canary: Mapping[str, Any] | None = None,
+        stop: threading.Event | None = None,
+        on_abandoned: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        """No server is proven at first.
+
+        ``ticket_timeout_s`` is one slice of the wait for a ticket; between slices ``stop`` is looked at. ``canary`` is
+        a request that any sound server answers, for a server that has not answered anything yet. ``run_id`` is what
+        our server stamps. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held.
+        """
+        self._stop = stop or threading.Event()
+        self._ticket_timeout_s = ticket_timeout_s
+        self._rank = rank
+        self._num_batches = 0
+        settings = LaneSettings(
+            fence=fence,
+            decoding=decoding,
+            seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
+            stop=self._stop,
+            request_timeout_s=request_timeout_s,
+            ticket_timeout_s=ticket_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            api_key=api_key,
+            run_id=run_id,
+            canary=canary,
+            on_abandoned=on_abandoned,
+        )
+        urls = [url.rstrip("/") for url in servers]
+        self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """Base URLs that are asked."""
+        return tuple(url for url, lane in self._lanes.items() if lane.trust.is_proven)
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Base URL → why that server gets no request before a round proves it."""
+        doubts = {url: lane.trust.suspicion for url, lane in self._lanes.items()}
+        return {url: reason for url, reason in doubts.items() if reason is not None}
+
+    @property
+    def num_unsettled(self) -> int:
+        """Servers that may still be computing an abandoned POST. Drained means: 0, and nothing in the fence.
+
+        After a stop it can stay above 0, because nothing is settled any more: no round may follow.
+        """
+        return sum(lane.trust.settle_by is not None for lane in self._lanes.values())
+
+    def set_proven(
+        self, servers: Collection[str], incarnations: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Exactly ``servers`` were proven by a round, and lose any suspicion. Call it before the fence reopens.
+
+        ``incarnations`` (base URL → the stamp that the round saw) makes a restart show in the very next reply.
+
+        Raises:
+            ValueError: a server that this client was not made with.
+        """
+        stamps = {url.rstrip("/"): stamp for url, stamp in (incarnations or {}).items()}
+        proven = {url.rstrip("/") for url in servers}
+        if unknown := proven - self._lanes.keys():
+            raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
+        for url, lane in self._lanes.items():
+            if url in proven:
+                lane.trust.prove(stamps.get(url))
+            else:
+                lane.trust.withdraw()
+
+    def withdraw(self, servers: Collection[str]) -> None:
+        """``servers`` are asked no more before a round proves them; what this rank suspects stays as it is."""
+        for url in servers:
+            self._lanes[url.rstrip("/")].trust.withdraw()
+
+    def generate(self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]]) -> BatchOutcome:
+        """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``.
+
+        Waits for tickets as long as it takes, and apart from that at most 2 × ``request_timeout_s`` once its lanes are
+        free; a lane that still settles an abandoned POST is free after at most ``request_timeout_s``.
+
+        Raises:
+            FenceShutDown: the fence will never open again.
+            ValueError: not one request per sample, or more than 4096 for one server.
+        """
+        if len(samples) != len(requests):
+            raise ValueError(
+                f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
+            )
+        lanes = [] if self._stop.is_set() else self._usable_lanes()
+        slices = split_evenly(len(samples), len(lanes))
+        if any(part.stop - part.start > MAX_REQUESTS_PER_POST for part in slices):
+            raise ValueError(
+                f"a server gets at most {MAX_REQUESTS_PER_POST} requests at once, "
+                f"got num_samples={len(samples)} num_servers={len(lanes)}"
+            )
+        futures = {
+            lane.base_url: lane.submit(samples[part], requests[part])
+            for lane, part in zip(lanes, slices, strict=False)
+        }
+        self._await(futures.values())
+        shares = {url: future.result(timeout=0) for url, future in futures.items()}
+        return merge_shares(shares, () if slices else samples, self._take_news())
+
+    def settle(self, server: str) -> bool:
+        """Settles what was abandoned on ``server`` now instead of in the background; True if it is not busy.
+
+        Waits for the lane's work in progress, at most 3 × ``request_timeout_s``, so not for the main thread.
+        """
+        future = self._lanes[server.rstrip("/")].settle()
+        self._await([future])
+        return future.result(timeout=0)
+
+    def request_stop(self) -> None:
+        """Makes ``generate`` return soon, now and for ever; a POST in flight is cut. Does not wait."""
+        self._stop.set()
+        for lane in self._lanes.values():
+            lane.end()
+
+    def close(self) -> None:
+        """Stops and frees every thread and connection, within seconds."""
+        self.request_stop()
+        for url, lane in self._lanes.items():
+            if not lane.close(self._ticket_timeout_s + _CLOSING_S):
+                logger.warning("the lane of %s did not end in time; it is left behind", url)
+
+    def _usable_lanes(self) -> list[ServerLane]:
+        proven = [lane for lane in self._lanes.values() if lane.trust.is_proven]
+        lanes = [lane for lane in proven if lane.trust.settle_by is None] or proven
+        if not lanes:
+            return []
+        # Small batches of many ranks shall not all meet on the first server.
+        first = (self._rank + self._num_batches) % len(lanes)
+        self._num_batches += 1
+        return lanes[first:] + lanes[:first]
+
+    def _await(self, futures: Collection[Future[Any]]) -> None:
+        """Waits for all of them, or for the first that raises; passes the owner's stop on to the lanes."""
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=_STOP_SLICE_S, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result(timeout=0)
+            if self._stop.is_set():
+                self.request_stop()
+
+    def _take_news(self) -> dict[str, str]:
+        news = {url: lane.trust.take_news() for url, lane in self._lanes.items()}
+        return {url: reason for url, reason in news.items() if reason is not None}

@@ -1,0 +1,213 @@
+"""What this rank does with one server: POSTs one at a time, each under one fence ticket, on a thread of its own.
+
+Works on a share of a batch within one time budget, and makes sure that a POST which was abandoned is
+settled (the server answered a later ordered call) or the server suspect. Called by the client.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
+from swift_stage2.channel_b.rollout_client.outcome import PostFailure
+from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan
+from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
+from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
+from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.config import DecodingConfig
+from swift_stage2.errors import TicketTimeout
+from swift_stage2.fence import InferFence, InferTicket
+from swift_stage2.rollout_protocol import request_config
+
+logger = logging.getLogger(__name__)
+
+_BUDGET_IN_TIMEOUTS = 2
+_SHORTEST_TIMEOUT_S = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSettings:
+    """What all lanes of a client share."""
+
+    fence: InferFence
+    decoding: DecodingConfig
+    seeds: SeedLedger
+    stop: threading.Event
+    request_timeout_s: float
+    ticket_timeout_s: float  # one slice of the wait for a ticket
+    connect_timeout_s: float
+    api_key: str | None = field(repr=False)
+    run_id: str | None
+    canary: Request | None
+    on_abandoned: Callable[[str], None]
+
+
+class ServerLane:
+    """One server as this rank sees it. All but ``trust`` and ``end`` belong to the client's thread."""
+
+    def __init__(self, base_url: str, settings: LaneSettings, *, name: str) -> None:
+        self.base_url = base_url
+        self.trust = ServerTrust()
+        self._settings = settings
+        self._connection = ServerConnection(
+            base_url, api_key=settings.api_key, connect_timeout_s=settings.connect_timeout_s
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._latest: Future[Any] | None = None
+        self._known_good = [] if settings.canary is None else [settings.canary]
+
+    def submit(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Future[Share]:
+        """Starts work on a share; the future raises ``FenceShutDown`` when the fence ends."""
+        future = self._thread.submit(self._work_on, samples, requests)
+        self._latest = future
+        return future
+
+    def settle(self) -> Future[bool]:
+        """Starts to settle what was abandoned here; True if the server is not busy with it any more."""
+        future = self._thread.submit(self._settle, self._settings.request_timeout_s)
+        self._latest = future
+        return future
+
+    def end(self) -> None:
+        """Ends the call in progress; after the owner's stop event is set. Idempotent."""
+        self._connection.end()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends everything and waits for it; False if the thread is still at work after ``timeout_s``."""
+        self.end()
+        running = wait([self._latest] if self._latest else [], timeout=timeout_s).not_done
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if not running:
+            self._connection.close()
+        return not running
+
+    def _work_on(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Share:
+        budget = TimeBudget(_BUDGET_IN_TIMEOUTS * self._settings.request_timeout_s)
+        share = Share(samples, requests, RequestPlan(len(requests)), budget)
+        try:
+            while (piece := share.plan.next_piece()) is not None and self._may_go_on(budget):
+                self._ask(share, piece)
+        finally:
+            if self.trust.settle_by is not None and not self._settings.stop.is_set():
+                self.settle()  # after this, on the same thread: the share need not wait for it
+        for sample in share.resolved:
+            self._settings.seeds.forget(sample.key)
+        return share
+
+    def _may_go_on(self, budget: TimeBudget) -> bool:
+        return (
+            not self._settings.stop.is_set()
+            and self.trust.is_proven
+            and self._settle(budget.remaining_s)
+            and budget.remaining_s > 0
+        )
+
+    def _ask(self, share: Share, piece: Piece) -> None:
+        requests = [share.requests[number] for number in piece.indices] or self._known_good
+        if not requests:
+            self._blame(share, f"nothing that it was asked ever succeeded: {share.failures[-1].reason}")
+            return
+        with self._ticket(share.budget) as ticket:
+            # A round may have come and gone during the wait, and have left this server out.
+            if ticket is None or not self.trust.is_proven:
+                share.plan.end()
+                return
+            self._post(share, piece, requests, ticket)
+
+    def _post(self, share: Share, piece: Piece, requests: Sequence[Request], ticket: InferTicket) -> None:
+        leader = share.samples[(piece.indices or share.plan.accused)[0]]
+        seed = self._settings.seeds.next_seed(leader.key)
+        timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
+        started = time.monotonic()
+        result = self._connection.infer(requests, self._config(piece, seed), timeout_s=timeout_s)
+        post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
+        share.num_posts += 1
+        result = self._doubt(result, ticket.version)
+        if result.end is PostEnd.ANSWERED:
+            self._known_good = [requests[0]]
+            for number, completion in zip(piece.indices, result.completions, strict=not piece.is_probe):
+                share.keep(number, completion, post)
+        elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
+            self._abandon(share)
+        self._record(share, piece, result)
+
+    def _doubt(self, result: PostResult, version: int) -> PostResult:
+        objection = self.trust.objection(result.completions, version=version, run_id=self._settings.run_id)
+        if objection is None:
+            return result
+        return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {objection}")
+
+    def _abandon(self, share: Share) -> None:
+        """While the ticket is held: a drained fence with nothing unsettled must mean an idle server."""
+        share.num_abandoned += 1
+        self.trust.abandon(time.monotonic() + self._settings.request_timeout_s)
+        self._settings.on_abandoned(self.base_url)
+
+    def _record(self, share: Share, piece: Piece, result: PostResult) -> None:
+        share.plan.record(piece, result.end, result.reason)
+        if result.end is not PostEnd.ANSWERED:
+            share.failures.append(PostFailure(self.base_url, result.end, len(piece.indices), result.reason))
+            logger.info("no rollout for %d requests: %s", len(piece.indices), result.reason)
+        if share.plan.server_fault is not None:
+            self._suspect(share.plan.server_fault)
+
+    def _blame(self, share: Share, reason: str) -> None:
+        share.plan.blame_server(reason)
+        self._suspect(reason)
+
+    def _settle(self, patience_s: float) -> bool:
+        """Asks the ordered call until it answers, ``patience_s`` pass, or the server becomes suspect."""
+        settle_by = self.trust.settle_by
+        if settle_by is None:
+            return True
+        patience_ends = time.monotonic() + patience_s
+        result = self._reset(min(settle_by, patience_ends))
+        if result.end in (PostEnd.ERROR_ANSWER, PostEnd.UNREACHABLE):
+            result = self._reset(min(settle_by, patience_ends))
+        still_has_time = result.end is PostEnd.TIMED_OUT and patience_ends < settle_by
+        if result.end is PostEnd.ANSWERED:
+            self.trust.settle()
+        elif result.end is not PostEnd.STOPPED and not still_has_time:
+            self._suspect(f"a POST was abandoned and could not be settled: {result.reason}")
+        return result.end is PostEnd.ANSWERED
+
+    def _reset(self, moment: float) -> PostResult:
+        timeout_s = max(_SHORTEST_TIMEOUT_S, moment - time.monotonic())
+        return self._connection.reset_prefix_cache(timeout_s=timeout_s)
+
+    def _suspect(self, reason: str) -> None:
+        logger.warning("%s is suspect, no request before a round proves it: %s", self.base_url, reason)
+        self.trust.suspect(reason)
+
+    @contextmanager
+    def _ticket(self, budget: TimeBudget) -> Iterator[InferTicket | None]:
+        """Holds a ticket; None once the owner wants to stop. Waiting is never a failure."""
+        fence, slice_s = self._settings.fence, self._settings.ticket_timeout_s
+        with ExitStack() as stack:
+            ticket: InferTicket | None = None
+            with budget.paused():
+                while ticket is None and not self._settings.stop.is_set():
+                    try:
+                        ticket = stack.enter_context(fence.ticket(slice_s))
+                    except TicketTimeout:
+                        continue
+            yield ticket
+
+    def _config(self, piece: Piece, seed: int) -> dict[str, Any]:
+        decoding = self._settings.decoding
+        return request_config(
+            max_new_tokens=1 if piece.is_probe else decoding.max_new_tokens,
+            temperature=decoding.temperature,
+            top_p=decoding.top_p,
+            top_k=decoding.top_k,
+            repetition_penalty=decoding.repetition_penalty,
+            seed=seed,
+        )

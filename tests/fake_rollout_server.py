@@ -1,0 +1,196 @@
+"""A real HTTP server that speaks the rollout wire and misbehaves on command.
+
+A behaviour turns an ``/infer/`` call into an ``Answer``; without one every request is echoed. What was
+asked is recorded, and ``wait_until`` waits for it, so tests need no sleeping.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+from swift_stage2 import rollout_protocol as protocol
+
+LONGEST_WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as it arrived."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Any
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return list(self.body["infer_requests"])
+
+    @property
+    def texts(self) -> list[str]:
+        return [request["messages"][0]["content"] for request in self.requests]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.body["request_config"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What goes back, and how badly."""
+
+    status: int = 200
+    body: bytes = b""
+    after: threading.Event | None = None  # the answer waits for it
+    cut_after_bytes: int | None = None  # the connection breaks after so much of the body
+    drop: bool = False  # the connection breaks before anything is said
+    trickle: bool = False  # header bytes without end
+
+
+Behaviour = Callable[[Call], Answer]
+
+
+def request(text: str) -> dict[str, Any]:
+    """An infer request that is nothing but text."""
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def output(text: str, *, finish_reason: str = "stop", **stamp: Any) -> dict[str, Any]:
+    """One completion on the wire; ``stamp`` is what only our own server adds."""
+    choice = {"message": {"content": text}, "finish_reason": finish_reason, "token_ids": [len(text), 2]}
+    item: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1, 2, 3]}}
+    if stamp:
+        item["rollout_infos"] = {"stage2": stamp}
+    return item
+
+
+def outputs(items: list[dict[str, Any]], **answer: Any) -> Answer:
+    return Answer(body=json.dumps(items).encode(), **answer)
+
+
+def echo(call: Call, **answer: Any) -> Answer:
+    """Every request answered by its own text."""
+    return outputs([output(f"echo {text}") for text in call.texts], **answer)
+
+
+def stamped(**stamp: Any) -> Behaviour:
+    """Echo with a stamp on every completion."""
+    return lambda call: outputs([output(f"echo {text}", **stamp) for text in call.texts])
+
+
+def error(status: int = 500, text: str = "Internal Server Error") -> Answer:
+    return Answer(status=status, body=text.encode())
+
+
+@dataclass
+class FakeRolloutServer:
+    """Listens on a free port of 127.0.0.1 for as long as the context lasts."""
+
+    on_infer: Behaviour = echo
+    on_reset: Behaviour = lambda call: Answer(
+        body=json.dumps({"message": "Request received, resetting prefix cache status: True"}).encode()
+    )
+    calls: list[Call] = field(default_factory=list)
+    most_at_once: int = 0
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_running = 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                server._handle(self)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing is printed."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), name="fake-server")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    @property
+    def infer_calls(self) -> list[Call]:
+        return [call for call in self.calls if call.path == protocol.INFER]
+
+    @property
+    def reset_calls(self) -> list[Call]:
+        return [call for call in self.calls if call.path == protocol.RESET_PREFIX_CACHE]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return [len(call.requests) for call in self.infer_calls]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [call.config["seed"] for call in self.infer_calls]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something that was recorded makes ``holds()`` true."""
+        with self._changed:
+            assert self._changed.wait_for(holds, LONGEST_WAIT_S), "the call never came"
+
+    def __enter__(self) -> FakeRolloutServer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(LONGEST_WAIT_S)
+
+    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+        raw = handler.rfile.read(int(handler.headers["Content-Length"]))
+        call = Call(handler.path, dict(handler.headers), json.loads(raw))
+        with self._changed:
+            self.calls.append(call)
+            self._num_running += 1
+            self.most_at_once = max(self.most_at_once, self._num_running)
+            self._changed.notify_all()
+        answer = self.on_infer(call) if call.path == protocol.INFER else self.on_reset(call)
+        try:
+            if answer.after is not None:
+                answer.after.wait(LONGEST_WAIT_S)
+        finally:
+            with self._changed:
+                self._num_running -= 1
+        try:
+            self._send(handler, answer)
+        except OSError:
+            handler.close_connection = True  # the client did not wait
+
+    def _send(self, handler: BaseHTTPRequestHandler, answer: Answer) -> None:
+        if answer.drop:
+            _break(handler)
+        elif answer.trickle:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not threading.Event().wait(0.02):
+                handler.wfile.write(b"a")
+        else:
+            handler.send_response(answer.status)
+            handler.send_header("Content-Length", str(len(answer.body)))
+            handler.end_headers()
+            handler.wfile.write(answer.body[: answer.cut_after_bytes])
+            if answer.cut_after_bytes is not None:
+                _break(handler)
+            handler.close_connection = True
+
+
+def _break(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.flush()
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
