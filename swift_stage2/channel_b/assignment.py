@@ -22,7 +22,8 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 TOLERANCE = 1e-9
-# Per pair, in favour of more pairs among equal totals: far above rounding, far below the tolerance.
+# Per pair: lets scipy settle most ties in favour of more pairs, which spares the search for them. Far above
+# rounding, far below the tolerance.
 _PAIR_BONUS = 4e-12
 _ROUNDING = 1e-12
 

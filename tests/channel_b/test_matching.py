@@ -110,6 +110,14 @@ def test_the_tolerance_is_spent_once_over_the_whole_match() -> None:
     assert match.pairs == ((0, 0), (1, 3))
 
 
+def test_a_pair_more_may_cost_the_tolerance() -> None:
+    # Either one pair of IoU 1, or two of about 1/2 that together save a little less.
+    halves = {"unmatched_prediction_cost": 0.5, "unmatched_ground_truth_cost": 0.5}
+    for deficit, pairs in ((4e-9, ((0, 1), (1, 0))), (4e-8, ((0, 0),))):
+        true = [[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 5.0 - deficit]]
+        assert match_objects([[0, 0, 10, 10], [0, 0, 10, 20]], true, **halves).pairs == pairs
+
+
 def test_disallowed_pairs_are_no_candidates() -> None:
     boxes = [[0, 0, 10, 10], [90, 0, 99, 9], [0, 1, 10, 11]]
     allowed = [[False, True, True]]
@@ -125,10 +133,8 @@ def test_disallowed_pairs_are_no_candidates() -> None:
 
 
 def test_costs_that_dwarf_the_ious_do_not_cost_precision() -> None:
-    settings = {"unmatched_prediction_cost": 1e12, "unmatched_ground_truth_cost": 1e12}
+    settings = {"unmatched_prediction_cost": 1e18, "unmatched_ground_truth_cost": 1e18}
     assert match_objects(*SHIFTED, **settings).pairs == ((0, 1), (1, 0))
-    swapped = match_objects([[0, 0, 10, 10], [0, 0, 10, 11]], [[0, 0, 10, 11], [0, 0, 10, 10]], **settings)
-    assert swapped.pairs == ((0, 1), (1, 0))
 
 
 def test_a_lattice_of_ties_keeps_to_the_lexicographic_rule() -> None:
@@ -170,6 +176,26 @@ def test_every_rule_against_every_possible_match(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_rule_on_six_by_six(seed: int) -> None:
     check_against_all_matches(random.Random(seed), 6, 6)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_tolerance_is_spent_to_the_last_bit(seed: int) -> None:
+    # Totals differ by multiples of 1.13e-10, so that what is equal is not transitive.
+    rng = random.Random(seed)
+    predicted, true = (
+        [[0.0, 0.0, 1.0, 1.0 + rng.randrange(8) * 1.13e-10] for _ in range(rng.randint(2, 5))]
+        for _ in range(2)
+    )
+    best, _ = best_of_all(
+        predicted,
+        true,
+        None,
+        iou_threshold=0.3,
+        top_k=10,
+        unmatched_prediction_cost=1.0,
+        unmatched_ground_truth_cost=1.0,
+    )
+    assert match_objects(predicted, true).pairs == best
 
 
 def check_against_all_matches(rng: random.Random, *counts: int) -> None:
