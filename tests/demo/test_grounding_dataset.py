@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from swift_stage2.demo import grounding_dataset
+from swift_stage2.demo.grounding_dataset import answer_text, write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", SceneKind)
+def test_rows_are_the_scenes(tmp_path: Path, kind: SceneKind) -> None:
+    rows = _rows(write_dataset(tmp_path / "data", kind, 5, Split.HELD_OUT, 3))
+    assert len(rows) == 5
+    for index, row in enumerate(rows):
+        scene = make_scene(kind, scene_seed(Split.HELD_OUT, index, stream=3))
+        assert list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True)) == [
+            *scene.objects
+        ]
+        [path] = row["images"]
+        assert os.path.isabs(path)
+        with Image.open(path) as image:
+            assert image.tobytes() == scene.image.tobytes()
+
+
+def test_another_seed_gives_other_scenes(tmp_path: Path) -> None:
+    first, again, other = (
+        [
+            row["objects"]
+            for row in _rows(write_dataset(tmp_path / name, SceneKind.SHAPES, 3, Split.TRAIN, seed))
+        ]
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_the_template_renders_the_object_list_dialect(tmp_path: Path, template: Any) -> None:
+    [row] = _rows(write_dataset(tmp_path / "data", SceneKind.SHAPES, 1, Split.TRAIN, 0))
+    objects = list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True))
+    encoding = template.encode(row)
+    answer = [token for token in encoding["labels"] if token != -100]
+    assert template.tokenizer.decode(answer) == answer_text(objects) + "<|im_end|>\n"
+    assert json.loads(answer_text(objects)) == [{"bbox_2d": [*box], "label": label} for label, box in objects]
+
+
+def test_boxes_follow_an_image_that_is_really_resized(tmp_path: Path, template: Any) -> None:
+    path = write_dataset(tmp_path / "data", SceneKind.SHAPES, 4, Split.TRAIN, 0, image_size=(150, 100))
+    for row in _rows(path):
+        boxes = row["objects"]["bbox"]
+        # The multiples of 28 nearest to 150 x 100 are 140 x 112.
+        scaled = [
+            [round(x1 * 140 / 150), round(y1 * 112 / 100), round(x2 * 140 / 150), round(y2 * 112 / 100)]
+            for x1, y1, x2, y2 in boxes
+        ]
+        encoding = template.encode(row)
+        answer = template.tokenizer.decode([token for token in encoding["labels"] if token != -100])
+        assert [found["bbox_2d"] for found in json.loads(answer.removesuffix("<|im_end|>\n"))] == scaled
+        assert encoding["image_grid_thw"].tolist() == [[1, 8, 10]]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def failing(kind: SceneKind, seed: int, **options: Any) -> Any:
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(seed)
+        return make_scene(kind, seed, **options)
+
+    monkeypatch.setattr(grounding_dataset, "make_scene", failing)
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(tmp_path / "data", SceneKind.SHAPES, 5, Split.TRAIN, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_data_set_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").write_text("keep")
+    with pytest.raises(OSError, match="not empty"):
+        write_dataset(tmp_path / "data", SceneKind.SHAPES, 1, Split.TRAIN, 0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "mine"]
+
+
+def test_refuses_to_write_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got num_samples=0"):
+        write_dataset(tmp_path / "data", SceneKind.SHAPES, 0, Split.TRAIN, 0)

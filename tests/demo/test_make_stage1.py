@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from swift_stage2.demo import make_stage1
+from swift_stage2.demo.detector import load_detector
+from swift_stage2.demo.make_stage1 import new_detector, train, training_scenes
+from swift_stage2.demo.scenes import DIGIT_LABEL
+
+
+def test_training_scenes_are_fixed_and_mixed() -> None:
+    first, again, other = training_scenes(3), training_scenes(3), training_scenes(4)
+    assert [scene.objects for scene in first] == [scene.objects for scene in again]
+    assert [scene.objects for scene in first] != [scene.objects for scene in other]
+    digits = sum(scene.objects[0][0] == DIGIT_LABEL for scene in first)
+    assert digits * make_stage1.DIGITS_EVERY == len(first)
+
+
+def test_training_learns_and_leaves_loadable_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_stage1, "BATCH_SIZE", 4)
+    monkeypatch.setattr(make_stage1, "WARMUP_STEPS", 1)
+    detector = new_detector(seed=5)
+    batch = detector.batch(training_scenes(0))
+    with torch.no_grad():
+        before = detector.model(**batch).loss.item()
+    train(detector, tmp_path, num_steps=6, save_every_steps=4, num_eval_scenes=2, seed=5)
+    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [score["step"] for score in scores] == [4, 6]
+    assert {"f1_shapes", "f1_digits"} <= scores[0].keys()
+    last = load_detector(tmp_path / "step-00006")
+    with torch.no_grad():
+        assert last.model(**batch).loss.item() < before - 1
+    assert "--steps 6 --seed 5" in (tmp_path / "step-00006" / "README.md").read_text()
+
+
+def test_learning_rate_warms_up_and_decays_to_a_twentieth() -> None:
+    factors = [make_stage1._learning_rate_factor(step, 1000) for step in range(1000)]
+    assert factors[0] == pytest.approx(0.01)
+    assert max(factors) == pytest.approx(1, abs=0.03)
+    assert factors.index(max(factors)) == make_stage1.WARMUP_STEPS - 1
+    assert min(factors[100:]) == pytest.approx(0.05)
