@@ -112,7 +112,7 @@ def test_the_tolerance_is_spent_once_over_the_whole_match() -> None:
 
 def test_a_pair_more_may_cost_the_tolerance() -> None:
     # Either one pair of IoU 1, or two of about 1/2 that together save a little less.
-    halves = {"unmatched_prediction_cost": 0.5, "unmatched_ground_truth_cost": 0.5}
+    halves: dict[str, Any] = {"unmatched_prediction_cost": 0.5, "unmatched_ground_truth_cost": 0.5}
     for deficit, pairs in ((4e-9, ((0, 1), (1, 0))), (4e-8, ((0, 0),))):
         true = [[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 5.0 - deficit]]
         assert match_objects([[0, 0, 10, 10], [0, 0, 10, 20]], true, **halves).pairs == pairs
@@ -133,7 +133,7 @@ def test_disallowed_pairs_are_no_candidates() -> None:
 
 
 def test_costs_that_dwarf_the_ious_do_not_cost_precision() -> None:
-    settings = {"unmatched_prediction_cost": 1e18, "unmatched_ground_truth_cost": 1e18}
+    settings: dict[str, Any] = {"unmatched_prediction_cost": 1e18, "unmatched_ground_truth_cost": 1e18}
     assert match_objects(*SHIFTED, **settings).pairs == ((0, 1), (1, 0))
 
 
@@ -206,7 +206,7 @@ def check_against_all_matches(rng: random.Random, *counts: int) -> None:
     if rng.random() < 0.2:
         moves = [0.0, 3.1e-10, 0.97e-9, 5e-9]
         true = [[*box[:2], box[2] + rng.choice(moves), box[3] + rng.choice(moves)] for box in true]
-    settings = {
+    settings: dict[str, Any] = {
         "iou_threshold": rng.choice([0.0, 0.1, 0.3, 1 / 3, 0.5]),
         "top_k": rng.choice([1, 2, 3, 10]),
         "unmatched_prediction_cost": rng.choice([0.0, 0.25, 0.3, 0.5, 1.0, 50.0]),

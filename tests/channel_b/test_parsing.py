@@ -305,7 +305,7 @@ def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     data: st.DataObject,
 ) -> None:
     text = well_formed(objects, dialect, ensure_ascii=ascii_only, indent=indent)
-    expected = tuple(PredictedObject(label.strip(), tuple(box)) for label, box in objects)
+    expected = tuple(PredictedObject(label.strip(), tuple(box)) for label, box in objects)  # type: ignore[arg-type]
     check(text, expected, {}, False, dialect)
     cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], dialect)
     assert cut.objects == expected[: len(cut.objects)]
