@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,7 @@ class Telemetry:
             self._flush_plans()
             self._board.close()
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
-        if self._live is not None:
-            self._live.close()
+        self._tell(lambda live: live.close())
 
     def _read_gauges(self) -> dict[str, float]:
         if self._queue_limit is not None:
@@ -194,5 +193,12 @@ class Telemetry:
         self._plans.clear()
 
     def _show(self) -> None:
-        if self._live is not None:
-            self._live.update(self._tracker.state)
+        self._tell(lambda live: live.update(self._tracker.state))
+
+    def _tell(self, call: Callable[[LiveView], None]) -> None:
+        if self._live is None:
+            return
+        try:
+            call(self._live)
+        except OSError as error:  # standard output may be a file on the same full disk
+            self._storage.report("the live view", error)

@@ -1,0 +1,66 @@
+"""Steps, rounds, packs and segments as the learner and the pipeline report them: the real records, small."""
+
+from __future__ import annotations
+
+from swift_stage2.channel_b.records import MatchQuality, Pack, SampleKey, Segment
+from swift_stage2.learner import StepRecord
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+from swift_stage2.weight_sync import RoundOutcome, ServerReport
+
+PLAN_A = StepPlan(Channel.A)
+PLAN_B = StepPlan(Channel.B)
+
+
+def skipped(reason: SkipReason = SkipReason.NOT_ENOUGH_PACKS) -> StepPlan:
+    return StepPlan(Channel.A, reason)
+
+
+def quality(pairs: int = 3, predictions: int = 4, truths: int = 6, **changes: object) -> MatchQuality:
+    fields = {
+        "num_predictions": predictions,
+        "num_ground_truth": truths,
+        "num_pairs": pairs,
+        "sum_iou": 0.75 * pairs,
+        "num_gated": 2,
+        "num_truncated": 0,
+    }
+    return MatchQuality(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def segment(match: MatchQuality | None = None, version: int = 1) -> Segment:
+    return Segment(SampleKey(0, 0, 7), "0:0:7", version, {}, 10, 6, match or quality())
+
+
+def pack(name: str = "p", version: int = 1, num_tokens: int = 30, num_segments: int = 2) -> Pack:
+    keys = tuple(SampleKey(0, position, position) for position in range(num_segments))
+    return Pack(name, version, {}, keys, num_tokens, num_tokens // 2, 40)
+
+
+def step(
+    number: int,
+    plan: StepPlan = PLAN_A,
+    *,
+    version: int = 1,
+    packs: tuple[Pack, ...] = (),
+    queue_depth: int = 0,
+    in_flight: int = 0,
+) -> StepRecord:
+    return StepRecord(
+        step=number,
+        plan=plan,
+        version=version,
+        version_lag=max((version - item.version for item in packs), default=None),
+        queue_depth=queue_depth,
+        infer_in_flight=in_flight,
+        round_pending=False,
+        plan_seconds=0.001,
+        packs=packs,
+    )
+
+
+def round_outcome(version: int, *proven: bool, seconds: float = 1.0, round_id: str = "r") -> RoundOutcome:
+    reports = {
+        index: ServerReport(ok, None if ok else "refused", "checksums", 100, {"push": 0.5 + index, "prove": 0.25})
+        for index, ok in enumerate(proven)
+    }
+    return RoundOutcome(round_id, version, reports, None, None, seconds, 0.125)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.telemetry.activity import Activity, ActivityClock
+
+
+class Ticks:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self.now_ns = start_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+activities = st.sampled_from(list(Activity))
+moves = st.lists(st.tuples(activities, st.integers(0, 10**13)), max_size=50)
+
+
+@given(st.integers(0, 10**15), st.integers(0, 10**12), moves)
+def test_activities_add_up_to_wall_time_exactly(start: int, first: int, steps: list[tuple[Activity, int]]) -> None:
+    ticks = Ticks(start)
+    clock = ActivityClock(ticks)
+    expected = dict.fromkeys(Activity, 0)
+    expected[Activity.OTHER] = first
+    ticks.now_ns += first
+    for activity, duration in steps:
+        clock.switch(activity)
+        ticks.now_ns += duration
+        expected[activity] += duration
+    assert clock.totals_ns() == expected
+    assert sum(clock.totals_ns().values()) == clock.wall_ns == ticks.now_ns - start
+
+
+trees = st.recursive(st.just([]), lambda inner: st.lists(st.tuples(activities, inner), max_size=3), max_leaves=12)
+
+
+@given(trees)
+def test_nested_blocks_return_to_the_outer_activity(tree: list[tuple[Activity, list]]) -> None:  # type: ignore[type-arg]
+    ticks = Ticks()
+    clock = ActivityClock(ticks)
+    expected = dict.fromkeys(Activity, 0)
+
+    def run(inner: list[tuple[Activity, list]], outer: Activity) -> None:  # type: ignore[type-arg]
+        ticks.now_ns += 1
+        expected[outer] += 1
+        for activity, children in inner:
+            with clock.activity(activity):
+                run(children, activity)
+            assert clock.current is outer
+            ticks.now_ns += 10
+            expected[outer] += 10
+
+    run(tree, Activity.OTHER)
+    assert clock.totals_ns() == expected
+
+
+def test_a_block_that_raises_returns_too() -> None:
+    clock = ActivityClock(Ticks())
+    clock.switch("busy")
+    with pytest.raises(RuntimeError), clock.activity("syncing"):
+        raise RuntimeError
+    assert clock.current is Activity.BUSY
+
+
+def test_reading_does_not_disturb() -> None:
+    ticks = Ticks()
+    clock = ActivityClock(ticks)
+    clock.switch("busy")
+    for _ in range(3):
+        ticks.now_ns += 7
+        clock.totals_ns()
+    assert clock.seconds()[Activity.BUSY] == 21e-9
+
+
+def test_an_unknown_activity_raises_and_changes_nothing() -> None:
+    clock = ActivityClock(Ticks())
+    with pytest.raises(ValueError, match="napping"):
+        clock.switch("napping")
+    assert clock.current is Activity.OTHER
+
+
+def test_a_resumed_clock_still_adds_up() -> None:
+    ticks = Ticks()
+    first = ActivityClock(ticks)
+    with first.activity("saving"):
+        ticks.now_ns += 100
+    second = ActivityClock(Ticks(10**9))
+    second.load_state_dict(first.state_dict())
+    assert second.totals_ns()[Activity.SAVING] == 100
+    assert sum(second.totals_ns().values()) == second.wall_ns == 100
+
+
+@pytest.fixture
+def real_clock() -> Iterator[ActivityClock]:
+    yield ActivityClock()
+
+
+def test_the_real_clock_adds_up_as_well(real_clock: ActivityClock) -> None:
+    for activity in Activity:
+        with real_clock.activity(activity):
+            sum(range(1000))
+    totals = real_clock.totals_ns()
+    assert sum(totals.values()) == real_clock.wall_ns
+    assert all(total > 0 for total in totals.values())
