@@ -47,6 +47,19 @@ def test_exactly_the_poisonous_requests_are_quarantined(batch: tuple[int, set[in
 
 
 @given(batches)
+def test_without_a_good_request_the_batch_itself_is_the_witness(batch: tuple[int, set[int]]) -> None:
+    size, poisonous = batch
+    plan, server = RequestPlan(size, probe_early=False), ScriptedServer(poisonous)
+    while (piece := plan.next_piece()) is not None:
+        if piece.is_probe and not server.answered:
+            assert len(poisonous) == size  # asked only when nobody else is left
+            plan.blame_server("nothing ever succeeded")
+        else:
+            plan.record(piece, server.post(piece), "failed")
+    assert set(plan.quarantined) == (poisonous if len(poisonous) < size else set())
+
+
+@given(batches)
 def test_nothing_is_condemned_without_a_later_success(batch: tuple[int, set[int]]) -> None:
     size, poisonous = batch
     plan, server = RequestPlan(size), ScriptedServer(poisonous)

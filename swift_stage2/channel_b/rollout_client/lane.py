@@ -91,7 +91,8 @@ class ServerLane:
 
     def _work_on(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Share:
         budget = TimeBudget(_BUDGET_IN_TIMEOUTS * self._settings.request_timeout_s)
-        share = Share(samples, requests, RequestPlan(len(requests)), budget)
+        plan = RequestPlan(len(requests), probe_early=bool(self._known_good))
+        share = Share(samples, requests, plan, budget)
         try:
             while (piece := share.plan.next_piece()) is not None and self._may_go_on(budget):
                 self._ask(share, piece)

@@ -40,7 +40,9 @@ class Piece:
 class RequestPlan:
     """One batch on one server: retry once, then bisect; probe the server before a request is condemned."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, *, probe_early: bool = True) -> None:
+        """With ``probe_early`` a request outside the batch is known to be good, so a probe may come before the rest."""
+        self._probe_early = probe_early
         self._num_requests = num_requests
         whole = Piece(tuple(range(num_requests)))
         self._waiting = [whole] if num_requests else []  # a stack, so that halves are asked in order
@@ -76,9 +78,9 @@ class RequestPlan:
         """What to POST next; None when nothing is left or the server is at fault."""
         if self._ended:
             return None
-        # A server that has not answered anything yet is probed at once: if it is dead, bisecting the
-        # rest of the batch would only ask it in vain.
-        if self._accused and not (self._any_success and self._waiting):
+        # A server that has answered nothing of this batch is probed at once if it can be: if it is dead,
+        # bisecting the rest of the batch would only ask it in vain.
+        if self._accused and (not self._waiting or (self._probe_early and not self._any_success)):
             return self._probe
         return self._waiting.pop() if self._waiting else None
 

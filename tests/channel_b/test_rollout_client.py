@@ -1,0 +1,714 @@
+"""The client against a real HTTP server that misbehaves; one fault per test."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+from fake_rollout_server import (
+    Answer,
+    Call,
+    FakeRolloutServer,
+    echo,
+    error,
+    output,
+    outputs,
+    request,
+    stamped,
+)
+
+from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.config import DecodingConfig
+from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
+from swift_stage2.fence import InferFence, TicketHolder
+
+PATIENCE_S = 20.0
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as server:
+        yield server
+
+
+@pytest.fixture
+def fence() -> InferFence:
+    return InferFence(version=3)
+
+
+@pytest.fixture
+def forever() -> Iterator[threading.Event]:
+    """What never happens while the test runs, and lets go of every handler afterwards."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        yield thread
+
+
+def make_client(*servers: FakeRolloutServer | str, fence: InferFence, **changes: Any) -> RolloutClient:
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    settings: dict[str, Any] = {
+        "decoding": DecodingConfig(temperature=0.7, max_new_tokens=64),
+        "request_timeout_s": PATIENCE_S,
+        "run_seed": 11,
+        "rank": 0,
+        "world_size": 2,
+        "ticket_timeout_s": 0.05,
+    }
+    client = RolloutClient(urls, fence=fence, **settings | changes)
+    client.set_proven(urls)
+    return client
+
+
+def make_samples(count: int, first: int = 0) -> list[Sample]:
+    return [
+        Sample(SampleKey(epoch=0, position=n, index=100 + n), row={}, labels=(), boxes=())
+        for n in range(first, first + count)
+    ]
+
+
+def ask(client: RolloutClient, count: int, *, first: int = 0) -> BatchOutcome:
+    """Asks for ``count`` samples; the text of a request is its position."""
+    samples = make_samples(count, first)
+    outcome = client.generate(samples, [request(str(sample.key.position)) for sample in samples])
+    resolved = [r.sample for r in outcome.rollouts] + [sample for sample, _ in outcome.quarantined]
+    everything = sorted(s.key.position for s in (*resolved, *outcome.returned))
+    assert everything == list(range(first, first + count)), "every sample comes back exactly once"
+    return outcome
+
+
+def texts(outcome: BatchOutcome) -> list[str]:
+    return [rollout.text for rollout in outcome.rollouts]
+
+
+def positions(samples: tuple[Sample, ...]) -> list[int]:
+    return [sample.key.position for sample in samples]
+
+
+def closed_port() -> str:
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+def failing_on(*bad: str) -> Callable[[Call], Answer]:
+    return lambda call: error() if set(bad) & set(call.texts) else echo(call)
+
+
+# --- one good server -----------------------------------------------------------------------------
+
+
+def test_a_rollout_carries_what_the_server_said_and_the_tickets_version(server: FakeRolloutServer) -> None:
+    fence = InferFence(version=3)
+    fence.close(timeout_s=1)
+    fence.reopen(7)
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 2)
+    first = outcome.rollouts[0]
+    assert (first.text, first.token_ids, first.prompt_token_ids) == ("echo 0", (6, 2), (1, 2, 3))
+    assert (first.version, first.spans[0].start, first.spans[0].end) == (7, 0, 2)
+    assert (first.server, first.seed, first.truncated) == (server.url, server.seeds[0], False)
+    assert server.infer_calls[0].config == {
+        "max_tokens": 64,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "seed": first.seed,
+        "return_details": True,
+    }
+    assert (outcome.num_posts, outcome.failures, outcome.suspects) == (1, (), {})
+    assert fence.in_flight == 0
+
+
+def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
+    reasons = ["stop", "length", "abort"]
+    server.on_infer = lambda call: outputs([output("x", finish_reason=reason) for reason in reasons])
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 3)
+    assert [rollout.truncated for rollout in outcome.rollouts] == [False, True]
+    assert positions(outcome.aborted) == positions(outcome.returned) == [2]
+
+
+def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, fence: InferFence) -> None:
+    with make_client(server, fence=fence) as client:
+        client.set_proven([])
+        assert positions(ask(client, 2).returned) == [0, 1]
+        assert server.calls == []
+        client.set_proven([server.url])
+        assert texts(ask(client, 1)) == ["echo 0"]
+
+
+def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer, fence: InferFence) -> None:
+    with make_client(server, fence=fence) as client, pytest.raises(ValueError, match="elsewhere"):
+        client.set_proven(["http://elsewhere:1"])
+
+
+def test_one_request_per_sample(server: FakeRolloutServer, fence: InferFence) -> None:
+    with make_client(server, fence=fence) as client:
+        with pytest.raises(ValueError, match="num_samples=2 num_requests=1"):
+            client.generate(make_samples(2), [request("0")])
+
+
+def test_an_empty_batch_asks_nobody(server: FakeRolloutServer, fence: InferFence) -> None:
+    with make_client(server, fence=fence) as client:
+        assert ask(client, 0) == BatchOutcome()
+    assert server.calls == []
+
+
+# --- error answers -------------------------------------------------------------------------------
+
+
+def test_a_server_that_refuses_batches_larger_than_one(server: FakeRolloutServer, fence: InferFence) -> None:
+    server.on_infer = lambda call: echo(call) if len(call.requests) == 1 else error()
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 4)
+    assert texts(outcome) == ["echo 0", "echo 1", "echo 2", "echo 3"]
+    assert outcome.quarantined == ()
+    assert server.most_at_once == 1
+
+
+@pytest.mark.parametrize("poisonous", range(8))
+def test_one_poisonous_request_among_eight(
+    server: FakeRolloutServer, fence: InferFence, poisonous: int
+) -> None:
+    server.on_infer = failing_on(str(poisonous))
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 8)
+        assert client.suspects == {}
+    assert texts(outcome) == [f"echo {n}" for n in range(8) if n != poisonous]
+    ((sample, reason),) = outcome.quarantined
+    assert sample.key.position == poisonous
+    assert "500" in reason
+    assert server.most_at_once == 1
+
+
+def test_the_last_poisonous_request_is_condemned_by_a_short_probe(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = failing_on("1")
+    with make_client(server, fence=fence) as client:
+        ask(client, 2)
+    probe = server.infer_calls[-1]
+    assert (probe.texts, probe.config["max_tokens"]) == (["0"], 1)
+
+
+@pytest.mark.parametrize("canary", [None, request("canary")])
+def test_everything_poisonous_condemns_the_server_and_no_sample(
+    server: FakeRolloutServer, fence: InferFence, canary: dict[str, Any] | None
+) -> None:
+    server.on_infer = lambda call: error()
+    with make_client(server, fence=fence, canary=canary) as client:
+        outcome = ask(client, 8)
+        assert "500" in client.suspects[server.url]
+        asked = len(server.infer_calls)
+        assert positions(ask(client, 2).returned) == [0, 1]
+        assert len(server.infer_calls) == asked
+    assert positions(outcome.returned) == list(range(8))
+    assert (outcome.rollouts, outcome.quarantined) == ((), ())
+    assert outcome.suspects.keys() == {server.url}
+
+
+def test_an_engine_that_died_after_good_answers_condemns_no_sample(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with make_client(server, fence=fence) as client:
+        ask(client, 4)
+        server.on_infer = lambda call: error()
+        outcome = ask(client, 4, first=4)
+    assert positions(outcome.returned) == [4, 5, 6, 7]
+    assert outcome.suspects.keys() == {server.url}
+
+
+def test_a_canary_tells_a_poisonous_first_request_from_a_dead_server(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = failing_on("0")
+    with make_client(server, fence=fence, canary=request("canary")) as client:
+        outcome = ask(client, 1)
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [0]
+    assert server.infer_calls[-1].texts == ["canary"]
+
+
+def test_one_bad_answer_costs_one_retry_with_another_seed(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = lambda call: error() if len(server.infer_calls) == 1 else echo(call)
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 3)
+    assert len(outcome.rollouts) == 3
+    assert server.batch_sizes == [3, 3]
+    assert server.seeds[0] != server.seeds[1]
+
+
+def test_two_requests_answered_by_one_output_name_both_numbers(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = lambda call: outputs([output("only one")])
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 2)
+    assert "num_outputs=1 num_requests=2" in outcome.failures[0].reason
+    assert outcome.failures[0].end is PostEnd.ERROR_ANSWER
+    assert len(outcome.rollouts) == 2  # each alone is answered by one output
+
+
+GARBAGE = [
+    b'[{"response": {"cho',
+    b"",
+    b"<html>",
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b'{"a": 1}',
+    b"[null]",
+    b"[{}]",
+]
+
+
+@pytest.mark.parametrize("body", GARBAGE, ids=lambda body: repr(body[:12]))
+def test_a_body_that_is_no_reply_condemns_its_request(
+    server: FakeRolloutServer, fence: InferFence, body: bytes
+) -> None:
+    server.on_infer = lambda call: Answer(body=body) if "1" in call.texts else echo(call)
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 3)
+        assert client.suspects == {}
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
+    assert texts(outcome) == ["echo 0", "echo 2"]
+
+
+# --- who may be asked ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 403, 409])
+def test_a_refusal_is_the_servers_and_is_not_argued_with(
+    server: FakeRolloutServer, fence: InferFence, status: int
+) -> None:
+    server.on_infer = lambda call: error(status, "no entry")
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 4)
+    assert positions(outcome.returned) == [0, 1, 2, 3]
+    assert (outcome.num_posts, outcome.quarantined) == (1, ())
+    assert str(status) in outcome.suspects[server.url]
+    assert ("api_key_env" in outcome.suspects[server.url]) == (status != 409)
+
+
+def test_the_key_is_sent_and_shown_nowhere(
+    server: FakeRolloutServer, fence: InferFence, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    server.on_infer = lambda call: error(500, f"you sent {call.headers['Authorization']}" + "x" * 260 + KEY)
+    with make_client(server, fence=fence, api_key=KEY) as client:
+        outcome = ask(client, 2)
+        shown = [repr(client), str(vars(client)), repr(outcome), str(client.suspects), caplog.text]
+    assert server.infer_calls[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert "you sent" in repr(outcome)
+    assert not [text for text in shown if KEY[:12] in text]
+
+
+@pytest.mark.parametrize("key", ["two words", "line\nbreak", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(fence: InferFence, key: str) -> None:
+    with pytest.raises(ConfigError, match="API key") as refusal:
+        make_client("http://127.0.0.1:1", fence=fence, api_key=key)
+    assert key not in str(refusal.value)
+
+
+def test_proxies_of_the_environment_are_ignored(
+    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, closed_port())
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with make_client(server, fence=fence) as client:
+        assert texts(ask(client, 1)) == ["echo 0"]
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{"cut_after_bytes": 5}, {"cut_after_bytes": 0}, {"drop": True}], ids=str)
+def test_a_connection_lost_during_a_post_ends_all_trust(
+    server: FakeRolloutServer, fence: InferFence, cut: dict[str, Any]
+) -> None:
+    server.on_infer = lambda call: echo(call, **cut)
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 4)
+        assert client.num_unsettled == 0
+    assert positions(outcome.returned) == [0, 1, 2, 3]
+    assert outcome.suspects.keys() == {server.url}
+    assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
+    assert len(server.calls) == 1  # nothing is tried again there
+
+
+def test_a_connection_that_closes_between_posts_is_no_loss(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    # The stand-in closes every connection after its reply without having said so.
+    with make_client(server, fence=fence) as client:
+        for first in range(5):
+            outcome = ask(client, 1, first=first)
+            assert (len(outcome.rollouts), outcome.num_posts, outcome.failures) == (1, 1, ())
+
+
+def test_a_server_that_is_gone_is_asked_twice_and_suspected(fence: InferFence) -> None:
+    url = closed_port()
+    with make_client(url, fence=fence) as client:
+        outcome = ask(client, 4)
+    assert positions(outcome.returned) == [0, 1, 2, 3]
+    assert [failure.end for failure in outcome.failures] == [PostEnd.UNREACHABLE] * 2
+    assert (list(outcome.suspects), dict(outcome.abandoned)) == ([url], {})
+
+
+def test_of_two_servers_the_dead_one_costs_its_share_once(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    dead = closed_port()
+    with make_client(server, dead, fence=fence) as client:
+        first = ask(client, 5)
+        second = ask(client, 5)
+        assert client.proven == (server.url,)
+    assert texts(first) == ["echo 0", "echo 1", "echo 2"]
+    assert positions(first.returned) == [3, 4]
+    assert (list(first.suspects), dict(second.suspects)) == ([dead], {})
+    assert len(second.rollouts) == 5
+
+
+def test_two_servers_share_a_batch(server: FakeRolloutServer, fence: InferFence) -> None:
+    with FakeRolloutServer() as other, make_client(server, other, fence=fence) as client:
+        assert texts(ask(client, 7)) == [f"echo {n}" for n in range(7)]
+        assert sorted(server.batch_sizes + other.batch_sizes) == [3, 4]
+        for _ in range(2):  # single samples take turns
+            ask(client, 1)
+        assert sorted(len(each.calls) for each in (server, other)) == [2, 2]
+
+
+def test_one_rank_has_at_most_one_post_per_server_in_flight(
+    server: FakeRolloutServer, fence: InferFence, background: ThreadPoolExecutor
+) -> None:
+    go_on = threading.Event()
+    server.on_infer = lambda call: echo(call, after=go_on)
+    with FakeRolloutServer(on_infer=lambda call: echo(call, after=go_on)) as other:
+        with make_client(server, other, fence=fence) as client:
+            outcome = background.submit(ask, client, 8)
+            server.wait_until(lambda: len(server.infer_calls) == 1)
+            other.wait_until(lambda: len(other.infer_calls) == 1)
+            assert fence.in_flight == 2  # one ticket per POST
+            go_on.set()
+            assert len(outcome.result(timeout=PATIENCE_S).rollouts) == 8
+        assert (server.most_at_once, other.most_at_once) == (1, 1)
+
+
+# --- whose weights answered ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stamp", "named"),
+    [
+        ({"weight_version": 2, "incarnation": "a", "run_id": "run"}, "weight_version=2 version=3"),
+        ({"weight_version": 3, "incarnation": "b", "run_id": "run"}, "incarnation='b' instead of 'a'"),
+        ({"weight_version": 3, "incarnation": "a", "run_id": "old"}, "run_id='old'"),
+        ({}, "incarnation=None instead of 'a'"),
+    ],
+)
+def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
+    server: FakeRolloutServer, fence: InferFence, stamp: dict[str, Any], named: str
+) -> None:
+    with make_client(server, fence=fence, run_id="run") as client:
+        client.set_proven([server.url], {server.url: "a"})
+        server.on_infer = stamped(weight_version=3, incarnation="a", run_id="run")
+        assert len(ask(client, 2).rollouts) == 2
+        server.on_infer = stamped(**stamp)
+        outcome = ask(client, 2, first=2)
+        assert named in client.suspects[server.url]
+    assert positions(outcome.returned) == [2, 3]
+    assert [failure.end for failure in outcome.failures] == [PostEnd.DISTRUSTED]
+
+
+def test_without_a_proven_incarnation_the_first_reply_names_it(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = stamped(incarnation="a")
+    with make_client(server, fence=fence) as client:
+        assert len(ask(client, 1).rollouts) == 1
+        server.on_infer = stamped(incarnation="b")
+        assert ask(client, 1).suspects.keys() == {server.url}
+
+
+def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer, fence: InferFence) -> None:
+    with make_client(server, fence=fence) as client:
+        client.set_proven([server.url], {server.url: "a"})
+        server.on_infer = stamped(incarnation="b")
+        ask(client, 1)
+        client.set_proven([server.url], {server.url: "b"})
+        assert client.suspects == {}
+        assert len(ask(client, 1).rollouts) == 1
+
+
+# --- deadlines -----------------------------------------------------------------------------------
+
+
+def test_a_timeout_is_not_asked_again_at_the_same_size(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever if len(call.requests) > 1 else None)
+    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+        outcome = ask(client, 2)
+        assert client.num_unsettled == 0
+    assert texts(outcome) == ["echo 0", "echo 1"]
+    assert server.batch_sizes == [2, 1, 1]
+    assert outcome.abandoned == {server.url: 1}
+    # The abandoned POST is over before the next one begins.
+    assert [call.path for call in server.calls][:3] == ["/infer/", "/reset_prefix_cache/", "/infer/"]
+
+
+def test_a_single_request_that_never_answers_returns_after_one_post(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever)
+    with make_client(server, fence=fence, request_timeout_s=0.6) as client:
+        outcome = ask(client, 1)
+        assert client.settle(server.url)
+        assert (client.num_unsettled, client.suspects) == (0, {})
+    assert positions(outcome.returned) == positions(outcome.timed_out) == [0]
+    assert server.batch_sizes == [1]
+    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
+    assert len(server.reset_calls) == 1
+
+
+def test_the_budget_of_a_batch_is_two_timeouts(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever)
+    with make_client(server, fence=fence, request_timeout_s=0.6) as client:
+        outcome = ask(client, 8)
+        # The second POST gets what the first one and its settling have left, and nothing is left for a third.
+        assert server.batch_sizes == [8, 4]
+        assert outcome.abandoned == {server.url: 2}
+    assert positions(outcome.returned) == list(range(8))
+
+
+class PatientFence(InferFence):
+    """Reopens after a waiter has come back empty-handed a number of times."""
+
+    def __init__(self, num_timeouts: int) -> None:
+        super().__init__(version=3, start_closed=True)
+        self.num_timeouts = num_timeouts
+
+    def ticket(self, timeout_s: float) -> TicketHolder:
+        if self.num_timeouts == 0 and not self.is_open:
+            self.reopen(4)
+        self.num_timeouts -= 1
+        return super().ticket(timeout_s)
+
+
+def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(server: FakeRolloutServer) -> None:
+    # 12 slices of 0.05 s are longer than the whole budget of 0.4 s.
+    with make_client(server, fence=PatientFence(12), request_timeout_s=0.2) as client:
+        outcome = ask(client, 2)
+    assert (texts(outcome), outcome.failures) == (["echo 0", "echo 1"], ())
+    assert outcome.rollouts[0].version == 4
+
+
+def test_a_server_that_trickles_meets_the_same_deadline(server: FakeRolloutServer, fence: InferFence) -> None:
+    server.on_infer = lambda call: Answer(trickle=True)
+    with make_client(server, fence=fence, request_timeout_s=0.3) as client:
+        outcome = ask(client, 1)
+    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
+
+
+# --- abandoned POSTs -----------------------------------------------------------------------------
+
+
+def test_a_post_is_unsettled_before_its_ticket_goes_back(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    server.on_infer = lambda call: echo(call, after=forever)
+
+    def look(url: str) -> None:
+        seen.append((url, fence.in_flight, client.num_unsettled))
+
+    client: RolloutClient = make_client(server, fence=fence, request_timeout_s=0.2, on_abandoned=look)
+    with client:
+        ask(client, 1)
+    assert seen == [(server.url, 1, 1)]
+
+
+def test_the_server_stays_busy_until_the_ordered_call_answers(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+) -> None:
+    answer_reset, good_reset = threading.Event(), server.on_reset
+    server.on_infer = lambda call: echo(call, after=forever)
+    server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
+    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+        ask(client, 1)
+        server.wait_until(lambda: len(server.reset_calls) == 1)
+        assert (fence.in_flight, client.num_unsettled) == (0, 1)
+        settled = background.submit(client.settle, server.url)
+        answer_reset.set()
+        assert settled.result(timeout=PATIENCE_S)
+        assert (client.num_unsettled, client.proven) == (0, (server.url,))
+
+
+def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    server.on_infer = server.on_reset = lambda call: Answer(after=forever)
+    with make_client(server, fence=fence, request_timeout_s=0.2) as client:
+        first = ask(client, 1)
+        client.settle(server.url)
+        assert (client.num_unsettled, client.proven) == (0, ())
+        assert "could not be settled" in client.suspects[server.url]
+        second = ask(client, 1)
+    assert (dict(first.suspects), list(second.suspects)) == ({}, [server.url])
+    assert len(server.reset_calls) == 1
+
+
+def test_an_ordered_call_that_fails_is_tried_once_more(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever)
+    server.on_reset = lambda call: error()
+    with make_client(server, fence=fence, request_timeout_s=0.5) as client:
+        ask(client, 1)
+        client.settle(server.url)
+        assert "500" in client.suspects[server.url]
+    assert len(server.reset_calls) == 2
+
+
+# --- the fence and the end -----------------------------------------------------------------------
+
+
+def start_and_wait_for_a_post(
+    client: RolloutClient, server: FakeRolloutServer, thread: ThreadPoolExecutor, count: int = 2
+) -> Future[BatchOutcome]:
+    outcome = thread.submit(ask, client, count)
+    server.wait_until(lambda: len(server.infer_calls) == 1)
+    return outcome
+
+
+class WatchedFence(InferFence):
+    """Says when somebody has asked for a ticket in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(version=3, start_closed=True)
+        self.someone_waits = threading.Event()
+
+    def _enter(self, timeout_s: float) -> Any:
+        try:
+            return super()._enter(timeout_s)
+        except TicketTimeout:
+            self.someone_waits.set()
+            raise
+
+
+def test_a_round_that_leaves_the_server_out_is_noticed_by_who_waited(
+    server: FakeRolloutServer, background: ThreadPoolExecutor
+) -> None:
+    fence = WatchedFence()
+    with make_client(server, fence=fence) as client:
+        outcome = background.submit(ask, client, 2)
+        assert fence.someone_waits.wait(PATIENCE_S)
+        client.set_proven([])
+        fence.reopen(4)
+        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
+    assert server.calls == []
+
+
+def test_a_stop_ends_the_wait_for_a_ticket(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
+    fence, stop = WatchedFence(), threading.Event()
+    with make_client(server, fence=fence, stop=stop) as client:
+        outcome = background.submit(ask, client, 2)
+        assert fence.someone_waits.wait(PATIENCE_S)
+        stop.set()
+        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
+        assert positions(ask(client, 1).returned) == [0]
+    assert server.calls == []
+
+
+def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+) -> None:
+    stop = threading.Event()
+    server.on_infer = lambda call: echo(call, after=forever)
+    with make_client(server, fence=fence, stop=stop, request_timeout_s=3600.0) as client:
+        future = start_and_wait_for_a_post(client, server, background)
+        stop.set()
+        outcome = future.result(timeout=PATIENCE_S)
+        assert (client.suspects, client.num_unsettled) == ({}, 1)
+    assert positions(outcome.returned) == [0, 1]
+    assert [failure.end for failure in outcome.failures] == [PostEnd.STOPPED]
+    assert fence.in_flight == 0
+
+
+def test_a_shut_down_fence_ends_generate(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
+    fence = WatchedFence()
+    with make_client(server, fence=fence) as client:
+        outcome = background.submit(ask, client, 2)
+        assert fence.someone_waits.wait(PATIENCE_S)
+        fence.shutdown()
+        with pytest.raises(FenceShutDown):
+            outcome.result(timeout=PATIENCE_S)
+
+
+def test_close_leaves_no_thread_even_with_a_post_in_flight(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever)
+    client = make_client(server, fence=fence, request_timeout_s=3600.0)
+    outcome = start_and_wait_for_a_post(client, server, background)
+    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-lane")]
+    client.close()
+    client.close()
+    outcome.result(timeout=PATIENCE_S)
+    for thread in lanes:
+        thread.join(PATIENCE_S)
+    assert lanes
+    assert not [thread for thread in lanes if thread.is_alive()]
+
+
+# --- seeds ---------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_comes_back_is_asked_with_another_seed(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with make_client(server, fence=fence) as client:
+        server.on_infer = lambda call: echo(call, drop=True)
+        assert positions(ask(client, 2).returned) == [0, 1]
+        client.set_proven([server.url])
+        server.on_infer = echo
+        assert len(ask(client, 2).rollouts) == 2
+    assert len(set(server.seeds)) == 2
+
+
+def test_the_same_place_of_the_stream_gets_the_same_seed_in_every_process(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    for _ in range(2):
+        with make_client(server, fence=fence) as client:
+            ask(client, 3, first=5)
+    assert server.seeds[0] == server.seeds[1]
+
+
+def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer, fence: InferFence) -> None:
+    for rank in (0, 1):
+        with make_client(server, fence=fence, rank=rank) as client:
+            for first in range(40):
+                ask(client, 1, first=first)
+    assert len(set(server.seeds)) == 80
+    assert 0 not in server.seeds
