@@ -96,11 +96,12 @@ def _solve(weights: Floats) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Arcs:
-    """Arcs of the residual graph, sorted by head."""
+    """Arcs of the residual graph, sorted by head. The first ``num_rows`` lead to the rows, one to each."""
 
     tails: Integers
     heads: Integers
     costs: Floats
+    num_rows: int
     num_nodes: int
 
 
@@ -125,19 +126,23 @@ def _residual_arcs(
     heads = np.concatenate([np.where(is_pair, rows, column_nodes), np.full(len(to_hub), hub), from_hub])
     costs = np.concatenate([np.where(is_pair, weights, -weights), np.zeros(hub)])
     order = np.argsort(heads, kind="stable")
-    return _Arcs(tails[order], heads[order], costs[order], hub + 1)
+    return _Arcs(tails[order], heads[order], costs[order], num_rows, hub + 1)
 
 
 def _find_potentials(arcs: _Arcs) -> Floats:
     """Potentials that leave no arc a negative reduced cost, beyond rounding (Bellman and Ford's method)."""
+    num_rows = arcs.num_rows
     potentials = np.zeros(arcs.num_nodes)
-    targets, starts = np.unique(arcs.heads, return_index=True)
+    rows, row_tails, row_costs = potentials[:num_rows], arcs.tails[:num_rows], arcs.costs[:num_rows]
+    tails, costs = arcs.tails[num_rows:], arcs.costs[num_rows:]
+    others, starts = np.unique(arcs.heads[num_rows:], return_index=True)
     for _ in range(arcs.num_nodes):
-        reached = np.minimum.reduceat(potentials[arcs.tails] + arcs.costs, starts)
-        improved = reached < potentials[targets] - _ROUNDING
+        reached = np.minimum.reduceat(potentials[tails] + costs, starts)
+        improved = reached < potentials[others] - _ROUNDING
         if not improved.any():
             break
-        potentials[targets[improved]] = reached[improved]
+        potentials[others[improved]] = reached[improved]
+        np.minimum(rows, potentials[row_tails] + row_costs, out=rows)  # in the same sweep: half as many
     return potentials
 
 
