@@ -23,6 +23,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── RoundFailed               a push did not arrive whole or could not be loaded
     ├── EngineUnavailable         our server's engine is loading, broken or shut down
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
+    ├── ChildFailed               a process that demo or bench started did not end well
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
 """
 
@@ -122,3 +123,7 @@ class PipelineFailed(Stage2Error):
 
 class ChannelBStarved(Stage2Error):
     """Channel B ran far less than the schedule wanted and the configuration asks to fail."""
+
+
+class ChildFailed(Stage2Error):
+    """A process that a demo or a bench started failed or did not end; the message names cause and log."""

@@ -1,0 +1,188 @@
+"""Writes the configuration that a user would write by hand to train the tiny model on one machine without a GPU.
+
+One YAML per job, complete and checked by ``load_config``, so that it can be read, changed and started again
+with ``swift-stage2 launch``. Called by the demo and the benches.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.config import load_config
+from swift_stage2.config.yaml_text import write_yaml
+
+STAGE1 = Path(__file__).parent / "stage1"
+TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
+MODEL_TYPE = "stage2_tiny_vl"
+CHILD_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "QWENVL_BBOX_FORMAT": "new",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What every process of a job gets: nothing is looked up outside, and ranks and server share the cores."""
+
+PER_DEVICE_BATCH_SIZE = 4
+GRADIENT_ACCUMULATION_STEPS = 2
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoJob:
+    """One training job of the tiny model."""
+
+    directory: Path
+    """Gets ``config.yaml`` and the run directory ``run``."""
+    rows: Path
+    num_steps: int
+    b_ratio: float
+    seed: int = 0
+    num_ranks: int = 2
+    model: Path = STAGE1
+    plugins: tuple[Path, ...] = ()
+    """Further files for ms-swift's ``external_plugins``."""
+    swift: dict[str, Any] = field(default_factory=dict)
+    """ms-swift arguments that differ from the demo's."""
+
+    @property
+    def config_path(self) -> Path:
+        """The YAML."""
+        return self.directory / "config.yaml"
+
+    @property
+    def run_dir(self) -> Path:
+        """ms-swift's output directory: logs, audit, TensorBoard and checkpoints."""
+        return self.directory.absolute() / "run"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the weights are after the last step."""
+        return self.run_dir / f"checkpoint-{self.num_steps}"
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one optimizer step on channel A reads, over all ranks."""
+        return PER_DEVICE_BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS * self.num_ranks
+
+
+def write_config(job: DemoJob, ports: tuple[int, int]) -> Path:
+    """Writes the job's YAML and checks it; ``ports`` are those of the server's HTTP and of its weight group.
+
+    Raises:
+        ConfigError: a value of the job is refused, for instance ``b_ratio``.
+    """
+    job.directory.mkdir(parents=True, exist_ok=True)
+    text = write_yaml(config_of(job, ports))
+    job.config_path.write_text(f"# {_restart_command(job)}\n{text}", encoding="utf-8")
+    load_config(job.config_path)
+    return job.config_path
+
+
+def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
+    """What differs from the defaults. Without channel B there is no server."""
+    config: dict[str, Any] = {
+        "swift": _swift_arguments(job),
+        "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}},
+        "launch": {"learner": {"nproc_per_node": job.num_ranks, "shutdown_timeout_s": 60}},
+    }
+    if job.b_ratio == 0:
+        return config
+    config["stage2_ab"]["channel_b"] = {
+        "prefetch": {
+            "queue_limit": 8,
+            "version_window": 2,
+            "sync_every_steps": 4,
+            "prefetch_target_packs": 4,
+        },
+        "packing": {"packing_length": 768},
+    }
+    config["rollout"] = {
+        "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
+        "decoding": {"temperature": 0.3, "top_p": 0.95, "max_new_tokens": 128},
+        "max_inflight_per_server": 64,
+        "request_timeout_s": 30.0,
+        "start_timeout_s": 120.0,
+        "sync": {"timeout_s": 60.0},
+    }
+    options = {
+        "external-plugins": str(TEMPLATE_FILE),
+        "model-type": MODEL_TYPE,
+        "template": MODEL_TYPE,
+        "torch-dtype": "float32",
+        "num-threads": 1,
+    }
+    config["launch"]["servers"] = [{"engine": "transformers", "args": options}]
+    config["control_timeout_s"] = 180.0
+    return config
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports on the loopback address that nobody listens on now, all different."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((_LOOPBACK, 0))
+        return tuple(each.getsockname()[1] for each in sockets)
+
+
+def held_ports(ports: tuple[int, ...]) -> list[int]:
+    """Those of ``ports`` that somebody listens on."""
+    return [port for port in ports if _is_held(port)]
+
+
+def _is_held(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError:
+            return True
+    return False
+
+
+def _swift_arguments(job: DemoJob) -> dict[str, Any]:
+    return {
+        "model": str(job.model.absolute()),
+        "model_type": MODEL_TYPE,
+        "template": MODEL_TYPE,
+        "external_plugins": [str(path) for path in (TEMPLATE_FILE, *job.plugins)],
+        "dataset": [str(job.rows.absolute())],
+        "split_dataset_ratio": 0.0,
+        "lazy_tokenize": True,
+        "load_from_cache_file": False,
+        "dataset_num_proc": 1,
+        "dataloader_num_workers": 0,
+        "tuner_type": "full",
+        "freeze_vit": False,
+        "freeze_aligner": False,
+        "torch_dtype": "float32",
+        "attn_impl": "sdpa",
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": PER_DEVICE_BATCH_SIZE,
+        "gradient_accumulation_steps": GRADIENT_ACCUMULATION_STEPS,
+        "learning_rate": 3e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.05,
+        "max_steps": job.num_steps,
+        "logging_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": job.num_steps,
+        "eval_strategy": "no",
+        "report_to": ["tensorboard"],
+        "seed": job.seed,
+        "data_seed": job.seed,
+        "output_dir": str(job.run_dir),
+        "add_version": False,
+        **job.swift,
+    }
+
+
+def _restart_command(job: DemoJob) -> str:
+    environment = " ".join(f"{name}={value}" for name, value in CHILD_ENVIRONMENT.items())
+    return f"{environment} swift-stage2 launch {job.config_path}"
