@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.config import ServerConfig, Stage2Config, StarvationAction, load_config

@@ -17,7 +17,7 @@ from swift_stage2.launch.stop_signals import StopSignals
 
 _POLL_S = 0.1
 _WARDEN_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind
-_STRAY_PATIENCE_S = 10.0
+_LONGEST_STRAY_PATIENCE_S = 10.0
 
 
 class Job:
@@ -40,7 +40,7 @@ class Job:
         try:
             for tree in reversed(self._trees):  # the learner first: it may be talking to a server
                 self._end(tree)
-            left = end_descendants(_STRAY_PATIENCE_S, spare=self._spare)
+            left = end_descendants(_LONGEST_STRAY_PATIENCE_S, spare=self._spare)
             if left:
                 self.say(f"processes that SIGKILL did not end: {left}")
         finally:
@@ -67,7 +67,8 @@ class Job:
         """Ends what a killed warden left: its tree is below the launcher now."""
         if tree.was_abandoned:
             wardens = {other.pid for other in self._trees if other.poll() is None}
-            end_descendants(_STRAY_PATIENCE_S, spare=self._spare | wardens)
+            patience_s = min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
+            end_descendants(patience_s, spare=self._spare | wardens)
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from swift_stage2.launch.descendants import adopt_orphans, end_descendants
 from swift_stage2.launch.stop_signals import StopSignals
 
-_STRAY_PATIENCE_S = 10.0
+_LONGEST_STRAY_PATIENCE_S = 10.0
 _KILL_DEADLINE_S = 10.0
 _LONGEST_WAIT_S = 60.0
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             _end(child, pidfd, signals, options.grace_s)
         finally:
             os.close(pidfd)
-            left = end_descendants(_STRAY_PATIENCE_S)
+            left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
     if left:
         print(f"processes that SIGKILL did not end: {left}", flush=True)
     status = child.returncode

@@ -1,0 +1,269 @@
+"""Whatever way a launch ends, nothing of it runs on: real processes, real signals, stand-in programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+SERVER = str(HERE / "stand_in_server.py")
+LEARNER = str(HERE / "stand_in_learner.py")
+TAG = "SWIFT_STAGE2_TEST_LAUNCH"
+DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningLaunch:
+    """A launcher in a process of its own, everything below it recognisable by one environment variable."""
+
+    def __init__(self, log_dir: Path, **spec: object) -> None:
+        self.log_dir = log_dir
+        self._tag = uuid.uuid4().hex
+        self._seen = b""
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "stand_in_launch.py"), json.dumps({"log_dir": str(log_dir), **spec})],
+            env=dict(os.environ) | {TAG: self._tag, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first match in the output so far, waiting for it."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + DEADLINE_S
+        while not (found := re.search(pattern, self.output)):
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+            assert data, f"{pattern!r} did not come; output:\n{self.output}"
+            self._seen += data
+        return found
+
+    def finish(self) -> int:
+        """Exit status, once everything was written."""
+        rest, _ = self.process.communicate(timeout=DEADLINE_S)
+        self._seen += rest
+        return self.process.returncode
+
+    @property
+    def output(self) -> str:
+        return self._seen.decode()
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process of this launch, wherever it hangs by now."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(TAG) == self._tag and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def leaves_nothing(self) -> bool:
+        """Whether all of it has ended, now or within the deadline."""
+        psutil.wait_procs(self.alive(), timeout=DEADLINE_S)
+        return not self.alive()
+
+
+Launch = Callable[..., RunningLaunch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started: list[RunningLaunch] = []
+
+    def start(
+        *, learner: list[str], server: str | None = "serve", grace_s: float = 30.0, **spec: object
+    ) -> RunningLaunch:
+        port = free_port()
+        servers = [] if server is None else [[port, SERVER, str(port), server]]
+        argv = learner if learner[0] == "-m" else [LEARNER, *learner]
+        started.append(
+            RunningLaunch(tmp_path / "logs", servers=servers, learner=argv, grace_s=grace_s, **spec)
+        )
+        started[-1].port = port
+        return started[-1]
+
+    yield start
+    for running in started:
+        for process in running.alive():
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            running.process.communicate(timeout=DEADLINE_S)
+
+
+def test_the_learner_starts_after_the_servers_answered_and_its_end_ends_everything(launch: Launch) -> None:
+    running = launch(learner=["exit", "0"])
+    assert running.finish() == 0
+    order = [running.output.index(text) for text in ("server0 answers", "started learner", "learner ends")]
+    assert order == sorted(order)
+    assert "[server0] engine runs" in running.output
+    assert "learner ends" in (running.log_dir / "learner.log").read_text()
+    assert "engine runs" in (running.log_dir / "server0.log").read_text()
+    assert running.alive() == []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", running.port))
+
+
+@pytest.mark.parametrize(
+    ("learner", "status"), [(["exit", "3"], 3), (["exit", "1", "2"], 2), (["exit", "0", "2"], 0)]
+)
+def test_the_learners_status_is_the_launchs(launch: Launch, learner: list[str], status: int) -> None:
+    running = launch(learner=learner, server=None)
+    assert running.finish() == status
+    assert running.alive() == []
+
+
+def test_a_server_that_ends_before_it_answers_is_named(launch: Launch) -> None:
+    running = launch(learner=["run"], server="die")
+    assert running.finish() == 2
+    assert re.search(r"refused: server0 .*exit status=1; see .*server0\.log", running.output)
+    assert "no such model" in running.output
+    assert "started learner" not in running.output
+    assert running.alive() == []
+
+
+def test_a_server_that_never_answers_rightly_is_named_with_its_last_answer(launch: Launch) -> None:
+    running = launch(learner=["run"], server="mute", start_timeout_s=2.0)
+    assert running.finish() == 2
+    assert re.search(r"refused: server0 .*start_timeout_s=2, got: .*status 500", running.output)
+    assert "started learner" not in running.output
+    assert running.alive() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_a_signal_lets_the_learner_save_and_ends_everything(launch: Launch, number: int, status: int) -> None:
+    running = launch(learner=["run"])
+    running.wait_for(r"learner process \d+ runs")
+    running.process.send_signal(number)
+    assert running.finish() == status
+    assert "checkpoint saved" in (running.log_dir / "learner.log").read_text()
+    assert running.alive() == []
+
+
+def test_a_signal_while_servers_start_ends_everything(launch: Launch) -> None:
+    running = launch(learner=["run"], server="mute")
+    running.wait_for("engine runs")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert "started learner" not in running.output
+    assert running.alive() == []
+
+
+def test_kill_9_of_the_launcher_leaves_nothing_and_the_learner_still_saves(launch: Launch) -> None:
+    running = launch(learner=["run"])
+    running.wait_for(r"learner process \d+ runs")
+    running.process.kill()
+    assert running.leaves_nothing()
+    assert "checkpoint saved" in (running.log_dir / "learner.log").read_text()
+
+
+@pytest.mark.parametrize("victim", ["command", "warden"])
+def test_kill_9_of_the_learner_or_its_warden_leaves_nothing(launch: Launch, victim: str) -> None:
+    running = launch(learner=["run"])
+    learner = psutil.Process(int(running.wait_for(r"learner process (\d+) runs")[1]))
+    warden = learner.parent()
+    assert warden is not None
+    (learner if victim == "command" else warden).kill()
+    assert running.finish() == 137
+    assert running.alive() == []
+
+
+@pytest.mark.parametrize("victim", ["command", "warden"])
+def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
+    launch: Launch, victim: str
+) -> None:
+    running = launch(learner=["run"])
+    server = psutil.Process(int(running.wait_for(r"server process (\d+)")[1]))
+    learner = psutil.Process(int(running.wait_for(r"learner process (\d+) runs")[1]))
+    warden = server.parent()
+    assert warden is not None
+    if victim == "command":
+        with suppress(httpx.HTTPError):
+            httpx.post(f"http://127.0.0.1:{running.port}/exit/", json={}, timeout=10, trust_env=False)
+    else:
+        warden.kill()
+    running.wait_for("server0 ended with status .* the learner runs on without it")
+    assert learner.is_running()
+    assert {process.pid for process in running.alive()} == {
+        running.process.pid, learner.pid, learner.ppid(), *(child.pid for child in learner.children())
+    }  # fmt: skip
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.output.count("server0 ended") == 1
+    assert running.alive() == []
+
+
+def test_a_learner_that_ignores_sigterm_is_killed_after_its_grace(launch: Launch) -> None:
+    running = launch(learner=["stubborn"], server=None, grace_s=0.5)
+    running.wait_for(r"learner process \d+ runs")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.alive() == []
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
+    running = launch(learner=["stubborn"], server=None, grace_s=3600.0)
+    running.wait_for(r"learner process \d+ runs")
+    running.process.terminate()
+    running.wait_for("ending everything after signal 15")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert "learner is killed" in running.output
+    assert running.alive() == []
+
+
+def test_an_exception_in_the_launcher_ends_everything(launch: Launch) -> None:
+    running = launch(learner=["run"], break_at="learner process")
+    assert running.finish() == 1
+    assert "the launcher itself breaks" in running.output
+    assert running.alive() == []
+
+
+def test_a_program_that_cannot_be_started_is_said_in_the_log(launch: Launch) -> None:
+    running = launch(learner=["-m", "no_such_module"], server=None)
+    assert running.finish() == 1
+    assert "No module named no_such_module" in running.output
+
+
+def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib, signal, sys\n"
+        "rank = os.environ['RANK']\n"
+        f"def save(*_): pathlib.Path({str(tmp_path)!r}, 'saved' + rank).touch(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('rank', rank, 'is ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=60"]
+    running = launch(learner=[*torchrun, str(script)], server=None)
+    running.wait_for("rank 0 is ready")
+    running.wait_for("rank 1 is ready")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert {file.name for file in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+    assert running.alive() == []
