@@ -23,7 +23,7 @@ from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Seg
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import FenceShutDown, QueueClosed, SampleError
+from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
 from swift_stage2.scheduling.pacing import Pacer, PacingState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
@@ -230,7 +230,7 @@ class Pipeline:
                 closing_weight=self._task.closing_weight,
                 sample_id=f"{sample.key.epoch}:{sample.key.position}:{sample.key.index}",
             )
-        except SampleError as error:
+        except (SampleError, MatchingError) as error:
             self._quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
             return
         self._segments.append(segment)

@@ -1,0 +1,73 @@
+"""An ``--external_plugins`` file: the real trainer, which also writes down what it trained and the weights it ends with.
+
+One JSON line per micro-batch of each rank into ``RECORD_DIR``; faults are injected through ``INJECT``.
+"""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from swift.trainers import TrainerFactory
+from transformers import TrainerCallback
+
+from swift_stage2.trainer import Stage2Trainer
+
+
+def _digest(tensor):
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+class RecordingTrainer(Stage2Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        directory = Path(os.environ["RECORD_DIR"])
+        directory.mkdir(parents=True, exist_ok=True)
+        self._record = (directory / f"rank{self.args.process_index}.jsonl").open("a", encoding="utf-8")
+        self.add_callback(_AtTheEnd(self))
+
+    def write(self, **fields):
+        self._record.write(json.dumps(fields) + "\n")
+        self._record.flush()
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        _inject(self, self.state.global_step)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            self.write(
+                step=self.state.global_step,
+                channel="B" if batch["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in batch else "A",
+                batch=_digest(batch["input_ids"]),
+                window=num_batches,
+                num_items=int(num_items),
+            )
+        return batches, num_items
+
+
+class _AtTheEnd(TrainerCallback):
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_train_end(self, args, state, control, **kwargs):
+        module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        weights = {name: _digest(parameter) for name, parameter in module.named_parameters()}
+        self._trainer.write(step=state.global_step, weights=weights)
+
+
+def _inject(trainer, step):
+    """``INJECT`` is RANK:STEP:FAULT."""
+    if not os.environ.get("INJECT"):
+        return
+    rank, at, fault = os.environ["INJECT"].split(":")
+    if trainer.args.process_index != int(rank) or step != int(at):
+        return
+    if fault == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "nan":
+        with torch.no_grad():
+            next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")
+
+
+TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{RecordingTrainer.__module__}.RecordingTrainer"

@@ -1,0 +1,165 @@
+"""Two real gloo ranks on ms-swift's own trainer: plans, weights, windows, rounds, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LearnerRun, Server, run_learner, write_config
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def _plans(run: LearnerRun, rank: int) -> list[tuple[Any, ...]]:
+    return [
+        (record["step"], record["channel"], record["wants_b"], record["skip_reason"], record["version"])
+        for record in run.audit(rank, "step")
+    ]
+
+
+def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
+    (last,) = [record["weights"] for record in run.recorded(rank) if "weights" in record]
+    return last
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server) -> LearnerRun:
+    """200 steps over 33 epochs of 6 windows, the last of which has one micro_step instead of three."""
+    directory = tmp_path_factory.mktemp("runs") / "long"
+    config = write_config(directory, rows_file, server, b_ratio=0.3, swift={"max_steps": 200})
+    run = run_learner(config, directory, ranks=2)
+    assert run.status == 0, run.output[-3000:]
+    return run
+
+
+def test_plans_are_identical_on_all_ranks_although_queues_are_not(long_run: LearnerRun) -> None:
+    assert _plans(long_run, 0) == _plans(long_run, 1)
+    assert len(_plans(long_run, 0)) == 200
+    depths = [[record["queue_depth"] for record in long_run.audit(rank, "step")] for rank in (0, 1)]
+    assert depths[0] != depths[1]
+
+
+def test_channel_b_runs_on_most_wanted_steps(long_run: LearnerRun) -> None:
+    steps = long_run.audit(0, "step")
+    wanted = [record for record in steps if record["wants_b"]]
+    run = [record for record in wanted if record["channel"] == "B"]
+    assert len(wanted) == 60
+    assert len(run) >= 0.8 * len(wanted), [record["skip_reason"] for record in wanted]
+
+
+def test_weights_are_bit_equal_across_ranks(long_run: LearnerRun) -> None:
+    assert _weights(long_run, 0) == _weights(long_run, 1)
+
+
+def test_each_micro_step_trains_one_batch_and_short_windows_reserve_fewer_packs(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        recorded = [record for record in long_run.recorded(rank) if "batch" in record]
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for record in recorded:
+            by_step.setdefault(record["step"], []).append(record)
+        assert all(len(records) == records[0]["window"] for records in by_step.values())
+        assert all(len({record["channel"] for record in records}) == 1 for records in by_step.values())
+        short_b = [r for r in by_step.values() if r[0]["window"] == 1 and r[0]["channel"] == "B"]
+        assert short_b, "no B step fell on a short window; choose another number of rows"
+
+
+def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(long_run: LearnerRun) -> None:
+    rounds = long_run.audit(0, "round")
+    assert [record["version"] for record in rounds] == list(range(1, len(rounds) + 1))
+    assert len(rounds) >= 20
+    assert {server["proof"] for record in rounds for server in record["servers"].values()} == {"checksums+canary"}
+
+
+def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        lags = [record["version_lag"] for record in long_run.audit(rank, "step") if record["channel"] == "B"]
+        assert lags and max(lags) <= 3
+
+
+def test_no_sample_is_trained_twice_in_an_epoch_of_its_stream(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        trained = [
+            (key["epoch"], key["position"])
+            for record in long_run.audit(rank, "step")
+            for key in record["samples"]
+        ]
+        assert len(trained) == len(set(trained))
+
+
+def test_activities_sum_to_wall_time(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        last = long_run.audit(rank, "metrics")[-1]
+        started = long_run.audit(rank, "start")[0]["time"]
+        total_s = sum(last["activity_ns"].values()) / 1e9
+        assert total_s == pytest.approx(last["time"] - started, abs=2.0)
+
+
+def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, server: Server) -> None:
+    directory = tmp_path / "lora"
+    config = write_config(
+        directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 14, "tuner_type": "lora", "learning_rate": 1e-2}
+    )
+    run = run_learner(config, directory, ranks=2)
+    assert run.status == 0, run.output[-3000:]
+    rounds = run.audit(0, "round")
+    assert len(rounds) >= 2
+    assert all(report["proven"] for record in rounds for report in record["servers"].values())
+    assert any(record["channel"] == "B" for record in run.audit(0, "step"))
+    assert _weights(run, 0) == _weights(run, 1)
+
+
+def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_a(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    plain = tmp_path / "plain"
+    reference = run_learner(
+        write_config(plain, rows_file, None, b_ratio=0, swift={"max_steps": 12}), plain, ranks=2
+    )
+    assert reference.status == 0, reference.output[-3000:]
+    first = tmp_path / "first"
+    config = write_config(
+        first, rows_file, server, b_ratio=0.5, swift={"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+    )
+    stopped = run_learner(config, first, ranks=2, inject="1:8:sigterm")
+    assert stopped.status == 0, stopped.output[-3000:]
+    checkpoint = first / "checkpoint-9"
+    assert checkpoint.is_dir(), sorted(path.name for path in first.iterdir())
+    second = tmp_path / "second"
+    config = write_config(
+        second,
+        rows_file,
+        server,
+        b_ratio=0.5,
+        swift={"max_steps": 12, "resume_from_checkpoint": str(checkpoint)},
+    )
+    resumed = run_learner(config, second, ranks=2)
+    assert resumed.status == 0, resumed.output[-3000:]
+
+    steps = [record for run in (stopped, resumed) for record in run.audit(0, "step")]
+    assert [record["step"] for record in steps] == list(range(12))
+    assert any(record["channel"] == "B" for record in steps if 6 <= record["step"] < 9), "no B step before the stop"
+    for rank in (0, 1):
+        read = [
+            (record["step"], record["batch"])
+            for run in (stopped, resumed)
+            for record in run.recorded(rank)
+            if record.get("channel") == "A"
+        ]
+        for epoch in (0, 1):
+            order = [r["batch"] for r in reference.recorded(rank) if "batch" in r and r["step"] // 6 == epoch]
+            mine = [batch for step, batch in read if step // 6 == epoch]
+            assert mine == order[: len(mine)]
+    versions = [record["version"] for record in steps]
+    assert versions == sorted(versions)
+    assert _weights(resumed, 0) == _weights(resumed, 1)
+
+
+def test_weights_that_cannot_be_exported_end_all_ranks_with_the_same_cause(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    directory = tmp_path / "nan"
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 12})
+    run = run_learner(config, directory, ranks=2, inject="0:3:nan")
+    assert run.status != 0
+    assert run.output.count("weights must be finite to be pushed") >= 2
