@@ -76,7 +76,7 @@ def bind(host: str, port: int) -> socket.socket:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 for a mistake of the user, 1 if it broke."""
     arguments = _parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _configure_logging()
     try:
         _check_paths(arguments)
         listener = bind(arguments.host, arguments.port)
@@ -162,6 +162,17 @@ def _check_paths(arguments: argparse.Namespace) -> None:
     for plugin in arguments.external_plugins:
         if not Path(plugin).is_file():
             raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")
+
+
+def _configure_logging() -> None:
+    """Handlers of our own: ms-swift silences the root logger's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("swift_stage2", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False
 
 
 def _warn_when_open(host: str, api_key: str | None) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +93,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             )
         limit = room if request.max_new_tokens is None else min(request.max_new_tokens, room)
         sizes = tuple(image.size for image in template_inputs.images if isinstance(image, Image.Image))
-        return EncodedRow(inputs, template_inputs, prompt, sizes, limit, request.seed)
+        return EncodedRow(inputs, template_inputs, prompt, sizes, limit, _row_seed(request))
 
     @torch.inference_mode()
     def generate_rows(
@@ -191,6 +193,14 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         ends = [configured] if isinstance(configured, int) else list(configured or [])
         stop_words = self._get_stop_token_ids(self.template.template_meta.stop_words)
         return sorted({*ends, self.tokenizer.eos_token_id, *stop_words} - {None})
+
+
+def _row_seed(request: GenerationRequest) -> int | None:
+    """Mixes the call's seed with the conversation: one call's rows must not all draw the same numbers."""
+    if request.seed is None:
+        return None
+    text = json.dumps([request.seed, request.conversation], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def _decode_image(data: Any) -> Image.Image:

@@ -1,0 +1,177 @@
+"""What the server's tests share: a client of a running server, and the learner's side of a round."""
+
+from __future__ import annotations
+
+import base64
+import io
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from PIL import Image, ImageDraw
+
+from swift_stage2 import demo, rollout_protocol
+from swift_stage2.collectives import WeightGroup
+from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
+from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.weight_export import WeightExport, buckets, flatten
+
+MODEL = Path(demo.__file__).parent / "stage1"
+CALL_TIMEOUT_S = 30.0
+
+
+def picture(shade: int = 200, size: int = 112) -> Image.Image:
+    image = Image.new("RGB", (size, size), (250, 250, 250))
+    ImageDraw.Draw(image).rectangle((20, 30, 70, 80), fill=(shade, 10, 10))
+    return image
+
+
+def base64_png(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def image_request(shade: int = 200, text: str = "find") -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"<image>{text}"}],
+        "images": [base64_png(picture(shade))],
+    }
+
+
+def text_request(text: str = "hello") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+GREEDY = {"max_tokens": 8, "temperature": 0.0, "return_details": True}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RunningServer:
+    """One server in a thread of this process, and a client for it."""
+
+    engine: TransformersRolloutEngine
+    service: RolloutService
+    http: httpx.Client
+    base_url: str
+    versions: Iterator[int] = field(default_factory=lambda: iter(range(1, 10_000)))
+
+    def infer(
+        self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
+    ) -> list[Completion]:
+        reply = self.post_infer(requests, round_id=round_id, **options)
+        assert reply.status_code == 200, reply.text
+        return list(parse_infer_reply(reply.json(), len(requests)))
+
+    def post_infer(
+        self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
+    ) -> httpx.Response:
+        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        body = {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
+        return self.http.post(rollout_protocol.INFER, json=body, headers=headers)
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        return self.http.post(path, json={} if body is None else body)
+
+    def state(self) -> str:
+        return str(self.http.get(rollout_protocol.SERVER_INFO).json()["state"])
+
+
+class LearnerRound:
+    """The learner's calls of one round, in order; each step may be left out or repeated by a test."""
+
+    def __init__(self, server: RunningServer, module: torch.nn.Module, *, run_id: str = "run-1") -> None:
+        self.server = server
+        self.export = WeightExport(module)
+        self.version = next(server.versions)
+        self.round_id = f"round-{self.version}"
+        self.run_id = run_id
+        self.group: WeightGroup | None = None
+
+    def begin(self, timeout_s: float = 60.0) -> httpx.Response:
+        request = RoundRequest(self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s)
+        return self.server.post(rollout_protocol.BEGIN_ROUND, request.to_json())
+
+    def connect(self, timeout_s: float = 20.0) -> None:
+        port = free_port()
+        body = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "gloo", "timeout_s": timeout_s}
+        reply = self.server.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        assert reply.status_code == 200, reply.text
+        with socket.create_connection(("127.0.0.1", port), 1.0):
+            pass  # the reply means that it listens
+        self.group = WeightGroup(WeightGroup.LEARNER_RANK, "127.0.0.1", port, timeout_s)
+
+    def buckets(self, bucket_bytes: int = 1 << 20) -> list[tuple[torch.Tensor, list[dict[str, object]]]]:
+        return [flatten(bucket) for bucket in buckets(self.export.tensors({}), bucket_bytes)]
+
+    def announce(self, metadata: list[dict[str, object]]) -> httpx.Response:
+        return self.server.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata})
+
+    def send(self, flat: torch.Tensor, metadata: list[dict[str, object]]) -> None:
+        reply = self.announce(metadata)
+        assert reply.status_code == 200, reply.text
+        assert self.group is not None
+        self.group.broadcast(flat)
+
+    def push(self) -> None:
+        self.connect()
+        for flat, metadata in self.buckets():
+            self.send(flat, metadata)
+
+    def load(self) -> httpx.Response:
+        return self.server.post(rollout_protocol.PROCESS_WEIGHTS)
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def finish(self, **options: Any) -> httpx.Response:
+        return self.server.post(rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, **options})
+
+    def run(self) -> RoundProof:
+        """The whole round."""
+        assert self.begin().status_code == 200
+        self.push()
+        assert self.load().status_code == 200
+        self.close()
+        reply = self.finish()
+        assert reply.status_code == 200, reply.text
+        return RoundProof.from_json(reply.json())
+
+
+def load_learner(*, seed: int | None = None) -> torch.nn.Module:
+    """The learner's model from plain Hugging Face; with a seed, after a training step of sorts."""
+    declare_operators()
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32).eval()
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def load_generator() -> Any:
+    torch.set_num_threads(1)
+    from swift_stage2.demo import tiny_template
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+
+    name = tiny_template.TINY_VL
+    return SwiftGenerator(
+        str(MODEL), model_type=name, template_type=name, torch_dtype=torch.float32, device_map="cpu"
+    )

@@ -1,0 +1,172 @@
+"""The process: what stops it before it starts, who may ask it, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
+
+from swift_stage2 import demo, rollout_protocol
+from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.app import RolloutServer, bind, main
+from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+
+KEY = "a key of this test"
+START_TIMEOUT_S = 90.0
+
+
+def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        assert main([str(MODEL), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert str(port) in error
+    assert error.count("\n") == 1
+
+
+def test_the_port_bound_is_the_port_asked_for() -> None:
+    port = free_port()
+    with bind("127.0.0.1", port) as listener:
+        assert listener.getsockname()[1] == port
+        with pytest.raises(UserError, match=str(port)):
+            bind("127.0.0.1", port)
+
+
+def test_a_missing_model_or_plugin_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for arguments in (
+        [str(tmp_path / "nowhere")],
+        [str(MODEL), "--external-plugins", str(tmp_path / "no.py")],
+    ):
+        assert main([*arguments, "--port", "0"]) == 2
+        error = capsys.readouterr().err
+        assert str(tmp_path) in error
+        assert error.count("\n") == 1
+
+
+def test_a_listener_that_others_reach_without_a_key_is_warned_about(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swift_stage2.rollout_server import app
+
+    monkeypatch.setattr(logging.getLogger("swift_stage2"), "propagate", True)
+    for host, key, warned in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
+        caplog.clear()
+        app._warn_when_open(host, key)
+        assert bool(caplog.records) == warned
+
+
+@pytest.fixture
+def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
+    """A second server on the same engine that wants a key."""
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = RolloutServer(RolloutService(loaded_engine), KEY)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=CALL_TIMEOUT_S, trust_env=False) as http:
+        yield http
+    server.should_exit = True
+    thread.join(15.0)
+    assert not thread.is_alive()
+
+
+def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
+    gets = [rollout_protocol.SERVER_INFO, rollout_protocol.WORLD_SIZE, rollout_protocol.STATE_KEYS]
+    posts = [
+        rollout_protocol.INFER,
+        rollout_protocol.ENGINE_TYPE,
+        rollout_protocol.INIT_COMMUNICATOR,
+        rollout_protocol.UPDATE_FLATTENED_PARAMS,
+        rollout_protocol.UPDATE_NAMED_PARAM,
+        rollout_protocol.PROCESS_WEIGHTS,
+        rollout_protocol.RESET_PREFIX_CACHE,
+        rollout_protocol.RESET_ENCODER_CACHE,
+        rollout_protocol.RESET_MM_CACHE,
+        rollout_protocol.CLOSE_COMMUNICATOR,
+        rollout_protocol.BEGIN_ROUND,
+        rollout_protocol.FINISH_ROUND,
+        rollout_protocol.ABORT,
+    ]
+    for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        assert {guarded.get(path, headers=wrong).status_code for path in gets} == {401}
+        assert {guarded.post(path, json={}, headers=wrong).status_code for path in posts} == {401}
+    assert guarded.get(rollout_protocol.HEALTH).status_code == 200
+    right = {"Authorization": f"Bearer {KEY}"}
+    assert guarded.get(rollout_protocol.SERVER_INFO, headers=right).status_code == 200
+    body = {"infer_requests": [text_request()], "request_config": {"max_tokens": 1}}
+    assert guarded.post(rollout_protocol.INFER, json=body, headers=right).status_code == 200
+
+
+def test_an_engine_that_cannot_load_is_unhealthy_and_answers_503() -> None:
+    def load() -> object:
+        raise RuntimeError("no such architecture")
+
+    engine = TransformersRolloutEngine(load, model="none")  # type: ignore[arg-type]
+    assert engine.wait_loaded(CALL_TIMEOUT_S)
+    ready, body = RolloutService(engine).health()
+    assert (ready, body["state"]) == (False, "broken")
+    assert "no such architecture" in body["detail"]
+    engine.close(timeout_s=5.0)
+
+
+def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
+    port = free_port()
+    plugin = Path(demo.__file__).parent / "tiny_template.py"
+    command = [
+        sys.executable, "-c", "import sys; from swift_stage2.rollout_server.app import main; sys.exit(main())",
+        str(MODEL), "--external-plugins", str(plugin), "--model-type", "stage2_tiny_vl",
+        "--template", "stage2_tiny_vl", "--port", str(port), "--device", "cpu", "--num-threads", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5.0, trust_env=False) as http:
+            wait_until_healthy(http, process, log)
+            body = {
+                "infer_requests": [text_request()],
+                "request_config": {
+                    "max_tokens": 4000,
+                    "temperature": 50.0,
+                    "seed": 5,
+                    "return_details": True,
+                },
+            }
+            with http.stream("POST", rollout_protocol.INFER, json=body, timeout=60.0) as reply:
+                process.send_signal(signal.SIGTERM)
+                answer = json.loads(reply.read())
+            assert reply.status_code == 200
+            assert answer[0]["response"]["choices"][0]["finish_reason"] in ("abort", "stop")
+        assert process.wait(20.0) == 0, log.read_text()
+        socket.create_server(("127.0.0.1", port)).close()
+    finally:
+        process.kill()
+        process.wait(10.0)
+
+
+def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    pause = threading.Event()
+    for _ in range(int(START_TIMEOUT_S / 0.2)):
+        assert process.poll() is None, log.read_text()
+        try:
+            if http.get(rollout_protocol.HEALTH).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        pause.wait(0.2)
+    raise AssertionError(log.read_text())

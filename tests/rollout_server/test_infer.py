@@ -1,0 +1,313 @@
+"""``/infer/`` over real HTTP: what is answered, what is merged, what fails alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from live_server import CALL_TIMEOUT_S, RunningServer, image_request, load_learner, picture, text_request
+
+from swift_stage2 import rollout_protocol
+from swift_stage2.rollout_server.batching import Task
+
+BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
+
+
+# So hot that every token is about equally likely, whatever the checkpoint has learnt.
+HOT = {"temperature": 50.0, "seed": 3}
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end, pause = time.monotonic() + CALL_TIMEOUT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end
+        pause.wait(0.01)
+
+
+def block_engine(server: RunningServer) -> tuple[threading.Event, threading.Event]:
+    """Keeps the engine's thread busy between two batches; returns (is blocked, let it go)."""
+    blocked, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        blocked.set()
+        assert release.wait(CALL_TIMEOUT_S)
+
+    server.engine._queue.put_task(hold)
+    assert blocked.wait(CALL_TIMEOUT_S)
+    return blocked, release
+
+
+def wait_until_queued(server: RunningServer, num_jobs: int) -> None:
+    queue = server.engine._queue
+    with queue._changed:
+        assert queue._changed.wait_for(
+            lambda: sum(not isinstance(item, Task) for item in queue._waiting) == num_jobs, CALL_TIMEOUT_S
+        )
+
+
+def hugging_face_answer(
+    model: torch.nn.Module, prompt: tuple[int, ...], max_new_tokens: int, image: Any = None
+) -> list[int]:
+    """Greedy continuation by plain ``generate``, one row, no server code."""
+    from transformers import AutoImageProcessor
+
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([prompt])}
+    if image is not None:
+        from live_server import MODEL
+
+        processor = AutoImageProcessor.from_pretrained(MODEL)
+        inputs |= dict(processor(images=[image], do_resize=False, return_tensors="pt"))
+        image_token = model.config.image_token_id  # type: ignore[union-attr]
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == image_token).long()
+    answer = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
+    return list(answer[0, len(prompt) :].tolist())
+
+
+def test_the_reply_is_a_stock_record_with_a_stamp(server: RunningServer) -> None:
+    from swift.infer_engine.protocol import RolloutOutput
+
+    body = server.post_infer([image_request(), text_request()]).json()
+    for item in body:
+        output = RolloutOutput(**item)
+        choice = output.response.choices[0]
+        assert choice.token_ids
+        assert output.response.prompt_token_ids
+        assert output.response.usage.completion_tokens == len(choice.token_ids)
+        assert output.rollout_infos["stage2"]["incarnation"] == server.service.incarnation
+    assert body[0]["response"]["images_size"] == [[112, 112]]
+    assert body[1]["response"]["images_size"] == []
+
+
+def test_prompt_ids_are_those_of_the_template(server: RunningServer) -> None:
+    template = server.engine._ready_generator().template
+    (completion,) = server.infer([image_request()])
+    sample = {"messages": image_request()["messages"], "images": [picture()]}
+    assert completion.prompt_token_ids == tuple(template.encode(sample)["input_ids"])
+
+
+def test_a_greedy_answer_equals_hugging_faces(server: RunningServer) -> None:
+    weights = dict(server.engine._ready_generator().model.named_parameters())
+    model = load_learner()
+    model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False)
+    (text, image) = server.infer([text_request(), image_request(shade=30)], max_tokens=12)
+    assert list(text.token_ids) == hugging_face_answer(model, text.prompt_token_ids, 12)
+    assert list(image.token_ids) == hugging_face_answer(model, image.prompt_token_ids, 12, picture(30))
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(server: RunningServer) -> None:
+    def draw(seed: int) -> tuple[int, ...]:
+        return server.infer([image_request()], temperature=50.0, seed=seed, max_tokens=16)[0].token_ids
+
+    assert draw(11) == draw(11)
+    assert draw(11) != draw(12)
+
+
+def test_rows_of_one_call_draw_differently(server: RunningServer) -> None:
+    answers = server.infer([image_request(shade) for shade in (10, 90, 170)], max_tokens=8, **HOT)
+    assert len({answer.prompt_token_ids for answer in answers}) == 1
+    assert len({answer.token_ids for answer in answers}) == 3
+
+
+def test_length_is_said_only_of_an_answer_that_was_cut(server: RunningServer) -> None:
+    stop_ids = set(server.engine._ready_generator()._stop_ids())
+    requests = [text_request(str(n)) for n in range(16)]
+    reasons = set()
+    for max_tokens in (3, 400):  # 16 rows of 400 tokens over about 600 of which two are ends
+        for answer in server.infer(requests, max_tokens=max_tokens, **HOT):
+            reasons.add(answer.finish_reason)
+            assert stop_ids.isdisjoint(answer.token_ids[:-1])
+            if answer.token_ids[-1] in stop_ids:  # the end token is kept, and is the reason
+                assert answer.finish_reason == "stop"
+            else:
+                assert (answer.finish_reason, len(answer.token_ids)) == ("length", max_tokens)
+    assert reasons == {"stop", "length"}
+
+
+def test_log_probs_are_given_when_asked_for(server: RunningServer) -> None:
+    (completion,) = server.infer([text_request()], logprobs=True, temperature=1.0, seed=2)
+    assert completion.log_probs is not None
+    assert len(completion.log_probs) == len(completion.token_ids)
+    assert all(value <= 0 for value in completion.log_probs)
+
+
+def test_calls_of_several_callers_share_one_batch_and_keep_their_own_answers(server: RunningServer) -> None:
+    calls = [[text_request(f"{caller} {n}") for n in range(3)] for caller in range(4)]
+    seeds = [101, 102, 103, 104]
+    alone = [server.infer(call, temperature=1.0, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
+    _, release = block_engine(server)
+    before = server.engine.status().batches_run
+    with ThreadPoolExecutor(len(calls)) as callers:
+        futures = [
+            callers.submit(server.infer, call, temperature=1.0, seed=seed)
+            for call, seed in zip(calls, seeds, strict=True)
+        ]
+        wait_until_queued(server, 12)
+        release.set()
+        merged = [future.result(CALL_TIMEOUT_S) for future in futures]
+    assert server.engine.status().batches_run == before + 1
+    for own, shared in zip(alone, merged, strict=True):
+        assert [c.prompt_token_ids for c in own] == [c.prompt_token_ids for c in shared]
+        # Another batch shape may round a logit differently; the first draw of nearly all rows is safe.
+        assert sum(a.token_ids[:1] == b.token_ids[:1] for a, b in zip(own, shared, strict=True)) >= 2
+
+
+def test_one_poisonous_image_fails_its_own_call_and_no_other(server: RunningServer) -> None:
+    poisoned = [image_request(shade) for shade in range(8)]
+    poisoned[5] = BROKEN
+    with ThreadPoolExecutor(2) as callers:
+        bad = callers.submit(server.post_infer, poisoned)
+        good = callers.submit(server.infer, [image_request(shade) for shade in range(4)])
+        assert len(good.result(CALL_TIMEOUT_S)) == 4
+        reply = bad.result(CALL_TIMEOUT_S)
+    assert reply.status_code == 500
+    assert [failure["index"] for failure in reply.json()["failures"]] == [5]
+    assert "image" in reply.json()["detail"]
+    assert len(server.infer([*poisoned[:5], *poisoned[6:]])) == 7
+
+
+def test_a_row_that_generation_refuses_fails_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = server.engine._ready_generator()
+    generate_rows = generator.generate_rows
+
+    def picky(rows: Any, *arguments: Any, **options: Any) -> Any:
+        if any(len(row.prompt_token_ids) > 200 for row in rows):
+            raise RuntimeError("too long for this test")
+        return generate_rows(rows, *arguments, **options)
+
+    monkeypatch.setattr(generator, "generate_rows", picky)
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(2) as callers:
+        good = callers.submit(server.infer, [text_request("a"), text_request("b")])
+        bad = callers.submit(server.post_infer, [text_request("long " * 100)])
+        wait_until_queued(server, 3)
+        release.set()
+        assert len(good.result(CALL_TIMEOUT_S)) == 2
+        assert bad.result(CALL_TIMEOUT_S).status_code == 500
+    assert "too long for this test" in bad.result(0).json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "cause"),
+    [
+        ({**text_request(), "extra": 1}, "extra"),
+        ({"messages": []}, "messages"),
+        ({**image_request(), "images": ["/etc/hostname"]}, "base64"),
+        ({**image_request(), "images": ["http://127.0.0.1:9/x.png"]}, "base64"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]}, "text"),
+        ({**text_request(), "videos": ["x"]}, "videos"),
+        (text_request("word " * 5000), "4096"),
+    ],
+)
+def test_a_bad_request_is_named_with_its_index_and_cause(
+    server: RunningServer, request_: dict[str, Any], cause: str
+) -> None:
+    reply = server.post_infer([text_request(), request_])
+    assert reply.status_code == 500
+    (failure,) = reply.json()["failures"]
+    assert failure["index"] == 1
+    assert cause in failure["cause"]
+    assert "\n" not in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({}, "infer_requests"),
+        ({"infer_requests": []}, "infer_requests"),
+        ({"infer_requests": [text_request()], "config": {}}, "config"),
+        ({"infer_requests": [text_request()], "request_config": {"temprature": 1}}, "temprature"),
+        ({"infer_requests": [text_request()], "request_config": {"n": 2}}, "n=2"),
+        ({"infer_requests": [text_request()], "request_config": {"stream": True}}, "stream"),
+        ({"infer_requests": [text_request()], "request_config": {"temperature": -1}}, "temperature=-1"),
+        ({"infer_requests": [text_request()], "request_config": {"top_p": 0}}, "top_p=0"),
+        ({"infer_requests": [text_request()], "request_config": {"max_tokens": 0}}, "max_tokens=0"),
+        ({"infer_requests": [text_request()], "request_config": {"seed": -3}}, "seed=-3"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused_in_one_line(
+    server: RunningServer, body: dict[str, Any], word: str
+) -> None:
+    reply = server.post(rollout_protocol.INFER, body)
+    assert reply.status_code == 422
+    assert word in reply.json()["detail"]
+    assert "\n" not in reply.json()["detail"]
+
+
+def test_health_answers_while_the_engine_is_busy(server: RunningServer) -> None:
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(1) as caller:
+        running = caller.submit(server.infer, [text_request()])
+        wait_until_queued(server, 1)
+        reply = server.http.get(rollout_protocol.HEALTH)
+        assert not running.done()
+        release.set()
+        running.result(CALL_TIMEOUT_S)
+    assert reply.status_code == 200
+    assert reply.json()["num_waiting"] == 1
+
+
+@pytest.fixture
+def paused_after_first_token(server: RunningServer) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Generation stops before its second forward; yields (has stopped there, let it go)."""
+    forwards: list[None] = []
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        forwards.append(None)
+        if len(forwards) == 2:
+            stopped.set()
+            assert go_on.wait(CALL_TIMEOUT_S)
+
+    handle = server.engine._ready_generator().model.register_forward_pre_hook(pause)
+    yield stopped, go_on
+    go_on.set()
+    handle.remove()
+
+
+def test_abort_ends_waiting_and_running_requests_with_what_they_have(
+    server: RunningServer, paused_after_first_token: tuple[threading.Event, threading.Event]
+) -> None:
+    stopped, go_on = paused_after_first_token
+    with ThreadPoolExecutor(2) as callers:
+        running = callers.submit(server.infer, [text_request("running")], max_tokens=400, **HOT)
+        assert stopped.wait(CALL_TIMEOUT_S)
+        waiting = callers.submit(server.infer, [text_request("waiting")], max_tokens=400)
+        wait_until_queued(server, 1)
+        assert server.post(rollout_protocol.ABORT).json() == {"aborted": 2}
+        (waiting_answer,) = waiting.result(CALL_TIMEOUT_S)  # at once, although the engine is still busy
+        assert not running.done()
+        go_on.set()
+        (running_answer,) = running.result(CALL_TIMEOUT_S)
+    assert (waiting_answer.finish_reason, waiting_answer.token_ids) == ("abort", ())
+    assert waiting_answer.prompt_token_ids
+    assert running_answer.finish_reason == "abort"
+    assert len(running_answer.token_ids) == 2
+    (later,) = server.infer([text_request()])
+    assert later.finish_reason in ("stop", "length")
+
+
+def test_a_caller_that_goes_away_does_not_keep_the_server_busy(
+    server: RunningServer, paused_after_first_token: tuple[threading.Event, threading.Event]
+) -> None:
+    stopped, go_on = paused_after_first_token
+    body = json.dumps({"infer_requests": [text_request()], "request_config": {"max_tokens": 4000, **HOT}})
+    head = f"POST {rollout_protocol.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    address = httpx.URL(server.base_url)
+    with socket.create_connection((address.host, address.port), CALL_TIMEOUT_S) as caller:
+        caller.sendall((head + body).encode())
+        assert stopped.wait(CALL_TIMEOUT_S)
+        (job,) = server.engine._open_jobs
+    wait_for(lambda: job.aborted)
+    go_on.set()
+    assert len(job.future.result(CALL_TIMEOUT_S).token_ids) == 2

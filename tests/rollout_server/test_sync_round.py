@@ -1,0 +1,244 @@
+"""Real pushes over gloo into the real server: what is proven, what is kept, what is refused."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from live_server import (
+    CALL_TIMEOUT_S,
+    LearnerRound,
+    RunningServer,
+    image_request,
+    load_learner,
+    picture,
+    text_request,
+)
+from test_infer import block_engine, hugging_face_answer, wait_until_queued
+
+from swift_stage2 import rollout_protocol
+from swift_stage2.rollout_protocol import RoundProof, parse_cache_reset
+from swift_stage2.rollout_server.transformers_engine import InstallFault
+from swift_stage2.weight_checksum import checksum_tensor
+
+
+def own_checksums(module: torch.nn.Module) -> dict[str, str]:
+    return {name: checksum_tensor(parameter) for name, parameter in module.named_parameters()}
+
+
+def resident_checksums(server: RunningServer) -> dict[str, str]:
+    return own_checksums(server.engine._ready_generator().model)
+
+
+def test_a_round_loads_proves_and_stamps(server: RunningServer) -> None:
+    learner = load_learner(seed=1)
+    round_ = LearnerRound(server, learner)
+    proof = round_.run()
+    expected = own_checksums(learner)
+    assert proof.arrived == expected
+    assert proof.resident == expected
+    assert set(proof.loaded) == set(expected)
+    assert (proof.round_id, proof.weight_version) == (round_.round_id, round_.version)
+    assert proof.incarnation == server.service.incarnation
+    text, image = server.infer([text_request(), image_request(shade=60)], max_tokens=12)
+    assert (text.weight_version, text.run_id) == (round_.version, "run-1")
+    assert list(text.token_ids) == hugging_face_answer(learner, text.prompt_token_ids, 12)
+    assert list(image.token_ids) == hugging_face_answer(learner, image.prompt_token_ids, 12, picture(60))
+    info = server.http.get(rollout_protocol.SERVER_INFO).json()
+    assert (info["weight_version"], info["run_id"], info["state"]) == (round_.version, "run-1", "serving")
+
+
+def test_the_canary_sees_the_new_weights_inside_the_round_only(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner(seed=2))
+    before = server.infer([text_request()])[0].weight_version
+    assert round_.begin().status_code == 200
+    refused = server.post_infer([text_request()])
+    assert (refused.status_code, refused.json()["reason"]) == (409, "round_open")
+    assert server.post_infer([text_request()], round_id="another").json()["reason"] == "round_open"
+    round_.push()
+    (old,) = server.infer([text_request()], round_id=round_.round_id)
+    assert old.weight_version == before  # not loaded yet
+    assert round_.load().status_code == 200
+    (new,) = server.infer([text_request()], round_id=round_.round_id)
+    assert new.weight_version == round_.version
+    assert round_.finish().status_code == 200
+    assert server.post_infer([text_request()], round_id=round_.round_id).json()["reason"] == "no_round"
+    assert server.infer([text_request()])[0].weight_version == round_.version
+
+
+def test_every_cache_reset_reports_its_status(server: RunningServer) -> None:
+    for path in (
+        rollout_protocol.RESET_PREFIX_CACHE,
+        rollout_protocol.RESET_ENCODER_CACHE,
+        rollout_protocol.RESET_MM_CACHE,
+    ):
+        assert parse_cache_reset(server.post(path).json())
+
+
+@pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
+def test_a_load_that_lies_is_visible_in_the_proof_and_never_serves(
+    server: RunningServer, fault: InstallFault
+) -> None:
+    learner = load_learner(seed=3)
+    server.engine.install_fault = fault
+    proof = LearnerRound(server, learner).run()
+    expected = own_checksums(learner)
+    assert proof.arrived == expected
+    wrong = [name for name in expected if proof.resident[name] != expected[name]]
+    assert len(wrong) == (1 if fault is InstallFault.FLIP_ELEMENT else len(expected))
+    refused = server.post_infer([text_request()])
+    assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
+    assert server.state() == "unproven"
+    server.engine.install_fault = InstallFault.NONE
+    assert LearnerRound(server, learner).run().resident == expected
+    assert server.state() == "serving"
+
+
+def test_weights_that_changed_on_the_wire_are_visible_in_the_proof(server: RunningServer) -> None:
+    learner = load_learner(seed=4)
+    round_ = LearnerRound(server, learner)
+    assert round_.begin().status_code == 200
+    round_.connect()
+    for number, (flat, metadata) in enumerate(round_.buckets()):
+        if number == 0:
+            flat[3] ^= 1
+        round_.send(flat, metadata)
+    assert round_.load().status_code == 200
+    proof = RoundProof.from_json(round_.finish().json())
+    expected = own_checksums(learner)
+    assert [name for name in expected if proof.arrived[name] != expected[name]] == [next(iter(expected))]
+
+
+def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(server: RunningServer) -> None:
+    good = LearnerRound(server, load_learner(seed=5))
+    good.run()
+    before = resident_checksums(server)
+    answer = server.infer([text_request()])[0]
+    cut = LearnerRound(server, load_learner(seed=6))
+    assert cut.begin().status_code == 200
+    cut.connect()
+    first, second = cut.buckets()[:2]
+    cut.send(*first)
+    assert cut.announce(second[1]).status_code == 200
+    cut.close()  # the learner dies here
+    reply = cut.load()
+    assert reply.status_code == 500
+    assert "1 of 2 buckets" in reply.json()["detail"]
+    assert resident_checksums(server) == before
+    again = server.infer([text_request()])[0]
+    assert (again.weight_version, again.token_ids) == (good.version, answer.token_ids)
+    assert cut.finish().status_code == 409
+    assert LearnerRound(server, load_learner(seed=6)).run().weight_version == cut.version + 1
+
+
+def test_a_round_that_leaves_a_tensor_out_is_not_loaded(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner(seed=7))
+    before = resident_checksums(server)
+    assert round_.begin().status_code == 200
+    round_.connect()
+    for flat, metadata in round_.buckets()[:-1]:
+        round_.send(flat, metadata)
+    reply = round_.load()
+    assert reply.status_code == 500
+    assert "every tensor of the manifest" in reply.json()["detail"]
+    assert resident_checksums(server) == before
+
+
+def test_a_manifest_that_differs_is_refused_before_anything_stops(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner())
+    manifest = [spec.to_json() for spec in round_.export.manifest()]
+    manifest[0]["dtype"] = "bfloat16"
+    for spec in manifest[1:8]:
+        spec["name"] += ".renamed"
+    body = {"round_id": "r", "run_id": "run-1", "version": 1, "manifest": manifest}
+    reply = server.post(rollout_protocol.BEGIN_ROUND, body)
+    assert (reply.status_code, reply.json()["reason"]) == (409, "manifest_differs")
+    assert "num_differences=15" in reply.json()["detail"]
+    assert reply.json()["detail"].count("learner") == 5
+    assert server.state() == "serving"
+
+
+def test_a_round_is_refused_while_completions_are_made(server: RunningServer) -> None:
+    _, release = block_engine(server)
+    round_ = LearnerRound(server, load_learner())
+    with ThreadPoolExecutor(1) as caller:
+        running = caller.submit(server.infer, [text_request()])
+        wait_until_queued(server, 1)
+        reply = round_.begin()
+        release.set()
+        running.result(CALL_TIMEOUT_S)
+    assert (reply.status_code, reply.json()["reason"]) == (409, "busy")
+    assert "num_running=1" in reply.json()["detail"]
+    assert round_.begin().status_code == 200
+    assert round_.finish(commit=False).status_code == 200
+    assert server.state() == "serving"
+
+
+def test_a_tensor_that_is_not_in_the_manifest_fails_the_round(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner())
+    assert round_.begin().status_code == 200
+    round_.connect()
+    _, metadata = round_.buckets()[0]
+    metadata[0]["name"] = "model.unknown"
+    reply = round_.announce(metadata)
+    assert reply.status_code == 500
+    assert "model.unknown" in reply.json()["detail"]
+    loaded = round_.load()
+    assert loaded.status_code == 500
+    assert "model.unknown" in loaded.json()["detail"]
+    assert server.state() == "serving"
+
+
+def test_weights_given_up_after_loading_are_nobodys(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner(seed=8))
+    assert round_.begin().status_code == 200
+    round_.push()
+    assert round_.load().status_code == 200
+    assert round_.finish(commit=False).json()["state"] == "unproven"
+    assert server.post_infer([text_request()]).json()["reason"] == "unproven"
+
+
+def test_numbers_that_are_not_finite_are_reported(server: RunningServer) -> None:
+    learner = load_learner()
+    round_ = LearnerRound(server, learner)
+    assert round_.begin().status_code == 200
+    round_.connect()
+    name = round_.export.manifest()[0].name
+    for number, (flat, metadata) in enumerate(round_.buckets()):
+        if number == 0:
+            flat[:4] = torch.tensor([float("nan")]).view(torch.uint8)
+        round_.send(flat, metadata)
+    assert round_.load().json()["non_finite"] == [name]
+    round_.finish(commit=False)
+
+
+def test_a_single_tensor_can_be_pushed_by_name(server: RunningServer) -> None:
+    learner = load_learner(seed=9)
+    round_ = LearnerRound(server, learner)
+    assert round_.begin().status_code == 200
+    round_.connect()
+    assert round_.group is not None
+    for name, tensor in round_.export.tensors({}):
+        body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+        assert server.post(rollout_protocol.UPDATE_NAMED_PARAM, body).status_code == 200
+        round_.group.broadcast(tensor)
+    assert round_.load().status_code == 200
+    assert RoundProof.from_json(round_.finish().json()).resident == own_checksums(learner)
+
+
+def test_finishing_twice_returns_the_same_proof(server: RunningServer) -> None:
+    round_ = LearnerRound(server, load_learner())
+    proof = round_.run()
+    assert RoundProof.from_json(round_.finish().json()) == proof
+
+
+def test_ten_rounds_leave_no_thread_and_no_port(server: RunningServer) -> None:
+    import threading
+
+    learner = load_learner()
+    LearnerRound(server, learner).run()
+    before = threading.active_count()
+    for _ in range(5):
+        LearnerRound(server, learner).run()
+    assert threading.active_count() <= before

@@ -1,0 +1,129 @@
+"""The receiver against a real learner's end of a gloo group."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from live_server import free_port
+
+from swift_stage2.collectives import WeightGroup
+from swift_stage2.errors import ProtocolError, RoundFailed
+from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, StagingBuffers, WeightReceiver
+from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weight_export import flatten
+
+TIMEOUT_S = 10.0
+
+
+def bucket(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Bucket]:
+    flat, metadata = flatten(list(tensors.items()))
+    entries = [
+        BucketEntry(
+            TensorSpec.from_json(item),
+            int(item["start_idx"]),  # type: ignore[call-overload]
+            int(item["end_idx"]),  # type: ignore[call-overload]
+        )
+        for item in metadata
+    ]
+    return flat, Bucket.from_entries(entries)
+
+
+@pytest.fixture
+def staging() -> StagingBuffers:
+    return StagingBuffers()
+
+
+@pytest.fixture
+def ends(staging: StagingBuffers) -> Iterator[tuple[WeightReceiver, WeightGroup]]:
+    port = free_port()
+    receiver = WeightReceiver("127.0.0.1", port, TIMEOUT_S, staging)
+    receiver.start()
+    learner = WeightGroup(WeightGroup.LEARNER_RANK, "127.0.0.1", port, TIMEOUT_S)
+    yield receiver, learner
+    learner.close()
+    receiver.close()
+    assert receiver.join(TIMEOUT_S)
+    socket.create_server(("127.0.0.1", port)).close()  # the port is free again
+
+
+def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+    receiver, learner = ends
+    first = {
+        "byte": torch.arange(3, dtype=torch.uint8),  # shifts what follows off its alignment
+        "half": torch.randn(5, 3).to(torch.bfloat16),
+        "full": torch.randn(2, 2, 2),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 4),
+    }
+    second = {"nan": torch.tensor([1.0, float("nan")]), "fine": torch.ones(4, dtype=torch.float64)}
+    for tensors in (first, second):
+        flat, layout = bucket(tensors)
+        receiver.expect(layout)
+        learner.broadcast(flat)
+    received = receiver.collect(TIMEOUT_S)
+    everything = first | second
+    assert received.checksums == {name: checksum_tensor(tensor) for name, tensor in everything.items()}
+    for name, tensor in everything.items():
+        assert received.tensors[name].dtype == tensor.dtype
+        assert torch.equal(received.tensors[name].nan_to_num(), tensor.nan_to_num())
+    assert received.non_finite == ("nan",)
+
+
+def test_a_learner_lost_between_two_buckets_is_named(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+    receiver, learner = ends
+    flat, layout = bucket({"a": torch.ones(8)})
+    receiver.expect(layout)
+    learner.broadcast(flat)
+    receiver.expect(bucket({"b": torch.ones(8)})[1])
+    learner.close()
+    with pytest.raises(RoundFailed, match="1 of 2 buckets"):
+        receiver.collect(TIMEOUT_S)
+    with pytest.raises(RoundFailed):
+        receiver.expect(layout)
+
+
+def test_collecting_has_a_deadline(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+    receiver, _ = ends
+    receiver.expect(bucket({"a": torch.ones(8)})[1])
+    with pytest.raises(RoundFailed, match="0 of 1 buckets"):
+        receiver.collect(0.05)
+
+
+def test_closing_ends_a_receiver_that_no_learner_ever_joined(staging: StagingBuffers) -> None:
+    port = free_port()
+    receiver = WeightReceiver("127.0.0.1", port, 60.0, staging)
+    receiver.start()
+    receiver.close()
+    assert receiver.join(TIMEOUT_S)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_learner_that_never_comes_is_a_failure(staging: StagingBuffers) -> None:
+    receiver = WeightReceiver("127.0.0.1", free_port(), 0.3, staging)
+    receiver.start()
+    assert receiver.join(TIMEOUT_S)
+    assert receiver.failed
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 5), (0, 5), (0, 3), (-4, 0)])
+def test_a_layout_that_does_not_fit_is_refused(start: int, end: int) -> None:
+    with pytest.raises(ProtocolError, match="byte by byte"):
+        Bucket.from_entries([BucketEntry(TensorSpec("a", (1,), "float32"), start, end)])
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="float31"):
+        Bucket.from_entries([BucketEntry(TensorSpec("a", (1,), "float31"), 0, 4)])
+
+
+def test_buffers_are_kept_from_round_to_round(staging: StagingBuffers) -> None:
+    first = staging.buffer(0, 64)
+    assert staging.buffer(0, 64) is first
+    assert staging.buffer(0, 32) is not first
+    kept = staging.buffer(1, 8)
+    staging.trim(1)
+    assert staging.buffer(1, 8) is not kept

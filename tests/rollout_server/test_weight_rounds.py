@@ -1,0 +1,156 @@
+"""The decisions of a round, with a stand-in engine and a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from live_server import free_port
+
+from swift_stage2.errors import RoundFailed, RoundRefused
+from swift_stage2.rollout_protocol import RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
+
+MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
+
+
+class EngineStandIn:
+    """Holds a manifest; loads whatever it is given unless told to fail."""
+
+    name, model, can_abort = "stand-in", "none", True
+
+    def __init__(self) -> None:
+        self.stamp = WeightStamp()
+        self.error: RoundFailed | None = None
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return MANIFEST
+
+    def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
+        if self.error is not None:
+            raise self.error
+        self.stamp = stamp
+        return InstalledWeights(tuple(weights), {})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def rounds(clock: Clock) -> WeightRounds:
+    return WeightRounds(EngineStandIn(), "incarnation", clock)  # type: ignore[arg-type]
+
+
+def request(round_id: str = "r1", run_id: str = "run", timeout_s: float = 100.0) -> RoundRequest:
+    return RoundRequest(round_id, run_id, 7, MANIFEST, timeout_s)
+
+
+def refusal(call: Any, *arguments: Any, **options: Any) -> RefusalReason:
+    with pytest.raises(RoundRefused) as caught:
+        call(*arguments, **options)
+    return RefusalReason(caught.value.reason)
+
+
+def enter(rounds: WeightRounds, round_id: str | None = None) -> None:
+    with rounds.admission(round_id):
+        pass
+
+
+def test_a_fresh_server_serves(rounds: WeightRounds) -> None:
+    assert rounds.state is RoundState.SERVING
+    enter(rounds)
+    assert refusal(enter, rounds, "r1") is RefusalReason.NO_ROUND
+
+
+def test_an_open_round_admits_its_own_requests_only(rounds: WeightRounds) -> None:
+    rounds.begin(request())
+    assert rounds.state is RoundState.ROUND_OPEN
+    enter(rounds, "r1")
+    assert refusal(enter, rounds) is RefusalReason.ROUND_OPEN
+    assert refusal(enter, rounds, "r0") is RefusalReason.ROUND_OPEN
+
+
+def test_a_round_does_not_begin_while_anything_runs(rounds: WeightRounds) -> None:
+    with rounds.admission(None):
+        assert refusal(rounds.begin, request()) is RefusalReason.BUSY
+        assert rounds.state is RoundState.SERVING
+    rounds.begin(request())
+
+
+def test_admission_ends_also_when_the_request_fails(rounds: WeightRounds) -> None:
+    with pytest.raises(KeyError), rounds.admission(None):
+        raise KeyError
+    rounds.begin(request())
+
+
+def test_another_runs_round_is_respected_until_its_learner_is_silent(
+    rounds: WeightRounds, clock: Clock
+) -> None:
+    rounds.begin(request())
+    clock.now = 29.0
+    assert refusal(rounds.begin, request("r2", "other")) is RefusalReason.ROUND_OPEN
+    clock.now = 31.0
+    rounds.begin(request("r2", "other"))
+    enter(rounds, "r2")
+
+
+def test_the_same_run_may_begin_anew_at_once(rounds: WeightRounds) -> None:
+    rounds.begin(request("r1"))
+    rounds.begin(request("r2"))
+    assert refusal(enter, rounds, "r1") is RefusalReason.ROUND_OPEN
+    enter(rounds, "r2")
+
+
+def test_a_round_is_forgotten_when_its_time_is_over(rounds: WeightRounds, clock: Clock) -> None:
+    rounds.begin(request(timeout_s=50.0))
+    clock.now = 51.0
+    assert rounds.state is RoundState.SERVING
+    enter(rounds)
+    assert refusal(rounds.finish, "r1") is RefusalReason.NO_ROUND
+
+
+def test_steps_out_of_order_are_refused(rounds: WeightRounds) -> None:
+    assert refusal(rounds.load) is RefusalReason.NO_ROUND
+    assert refusal(rounds.open_receiver, "127.0.0.1", free_port(), 1.0) is RefusalReason.NO_ROUND
+    rounds.begin(request())
+    assert refusal(rounds.load) is RefusalReason.WRONG_ORDER
+    assert refusal(rounds.finish, "r2") is RefusalReason.NO_ROUND
+    assert refusal(rounds.finish, "r1") is RefusalReason.WRONG_ORDER
+    assert rounds.state is RoundState.SERVING  # nothing was loaded, so the old weights are whole
+
+
+def test_giving_up_before_the_load_changes_nothing(rounds: WeightRounds) -> None:
+    rounds.begin(request())
+    assert rounds.finish("r1", commit=False) is None
+    assert rounds.state is RoundState.SERVING
+
+
+@pytest.mark.parametrize("spec", [("a", (3,), "float32"), ("a", (2,), "float16"), ("c", (2,), "float32")])
+def test_a_differing_manifest_is_refused(
+    rounds: WeightRounds, spec: tuple[str, tuple[int, ...], str]
+) -> None:
+    wrong = RoundRequest("r1", "run", 1, (TensorSpec(*spec), MANIFEST[1]))
+    assert refusal(rounds.begin, wrong) is RefusalReason.MANIFEST_DIFFERS
+    assert rounds.state is RoundState.SERVING
+
+
+def test_a_port_that_is_taken_fails_the_round_with_the_address(rounds: WeightRounds) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        rounds.begin(request())
+        with pytest.raises(RoundFailed, match=f"127.0.0.1:{port}"):
+            rounds.open_receiver("127.0.0.1", port, 5.0)
+    rounds.begin(request("r2", "other"))  # a failed round holds nobody up
