@@ -155,6 +155,13 @@ class RoundFacts(Protocol):
     def reports(self) -> Mapping[int, ServerFacts]: ...
 
 
+class FailureFacts(Protocol):
+    """One call that failed; ``num_requests`` is 0 for a probe or an ordered call."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+
 class BatchFacts(Protocol):
     """What became of one batch of samples at the rollout servers."""
 
@@ -168,7 +175,7 @@ class BatchFacts(Protocol):
     def quarantined(self) -> Sequence[object]: ...
 
     @property
-    def failures(self) -> Sequence[object]: ...
+    def failures(self) -> Sequence[FailureFacts]: ...
 
     @property
     def num_posts(self) -> int: ...

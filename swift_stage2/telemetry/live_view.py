@@ -11,9 +11,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -31,7 +32,8 @@ def render(state: LiveState) -> RenderableType:
     for name, text in _rows(state):
         grid.add_row(name, text)
     notes = [Text(f"! {warning}", style="yellow") for warning in state.warnings]
-    bar = ProgressBar(total=max(1, state.total_steps), completed=state.step)
+    bar = Table.grid(expand=True)  # a bar alone does not end its line
+    bar.add_row(ProgressBar(total=max(1, state.total_steps), completed=state.step))
     return Panel(Group(bar, grid, *notes), title="stage 2", title_align="left", border_style="dim")
 
 
@@ -94,20 +96,27 @@ class LiveView:
             return
         self._drawn_s = now
         if self._live is None:
-            self._live = Live(render(state), console=Console(file=self._stream), auto_refresh=False)
-            self._live.start(refresh=True)
-            self._lend()
+            self._live = self._open(state)
         else:
             self._live.update(render(state), refresh=True)
 
-    def _lend(self) -> None:
-        """Handlers that keep the stream itself would write into the panel; ``sys.stderr`` is now above it."""
-        originals = {id(stream) for stream in (self._stream, sys.__stdout__, sys.__stderr__)}
-        for handler in _stream_handlers():
-            if id(handler.stream) in originals:
-                before = handler.setStream(sys.stderr)
-                if before is not None:
-                    self._lent.append((handler, before))
+    def _open(self, state: LiveState) -> Live:
+        live = Live(
+            render(state),
+            console=Console(file=self._stream),
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file goes on going there
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._lend(live.console)
+        live.start(refresh=True)
+        return live
+
+    def _lend(self, console: Console) -> None:
+        """Log handlers hold the terminal's stream itself and would write into the panel."""
+        for handler in _terminal_handlers():
+            self._lent.append((handler, handler.stream))
+            handler.setStream(cast(TextIO, FileProxy(console, handler.stream)))
 
     def _take_back(self) -> None:
         for handler, stream in self._lent:
@@ -115,11 +124,18 @@ class LiveView:
         self._lent.clear()
 
 
-def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+def _terminal_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    """Every logger's handler that holds a terminal; one that looks ``sys.stderr`` up at each line needs no help."""
     named = (item for item in logging.Logger.manager.loggerDict.values() if isinstance(item, logging.Logger))
-    seen = {id(handler): handler for logger in (logging.root, *named) for handler in logger.handlers}
-    for handler in seen.values():
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+    handlers = {id(handler): handler for logger in (logging.root, *named) for handler in logger.handlers}
+    for handler in handlers.values():
+        stream = vars(handler).get("stream")
+        if (
+            isinstance(handler, logging.StreamHandler)
+            and stream is not None
+            and not stream.closed
+            and stream.isatty()
+        ):
             yield handler
 
 

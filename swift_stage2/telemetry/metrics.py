@@ -90,7 +90,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("sync_rounds_failed", "rounds that proved no server", "async/sync_failed_total", Merge.SAME),
     _counter("sync_servers_failed", "servers that a round could not prove", None, Merge.SAME),
     _counter("rollouts_received", "rollouts that came back"),
-    _counter("rollouts_truncated", "rollouts cut off at max_new_tokens"),
+    _counter("rollouts_prepared", "rollouts that became segments"),
+    _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
@@ -117,9 +118,11 @@ METRICS: tuple[Metric, ...] = (
     _gauge("queue_limit", Merge.SAME, "the most packs the queue holds"),
     _gauge("ver_current", Merge.SAME, "the learner's version"),
     _gauge("ver_lag", Merge.MAX, "oldest pack trained since the last logging step, in versions behind"),
-    _gauge("prefetch_last_progress_s_ago", Merge.MAX, "seconds since the pipeline last made a segment"),
+    _gauge(
+        "prefetch_last_progress_s_ago", Merge.MAX, "seconds since a pipeline last made a segment or a pack"
+    ),
     _gauge("sync_pending", Merge.SAME, "1 while a round waits for the drain"),
-    _gauge("infer_inflight", Merge.SUM, "prompts at the servers"),
+    _gauge("infer_inflight", Merge.SUM, "tickets of the fence that are out"),
 )
 
 # Over the window since the last logging step: a mean over the whole run would hide every change.
@@ -130,7 +133,7 @@ RATIOS: tuple[Ratio, ...] = (
         "match/f1", ("match_pairs", "match_pairs"), ("match_predictions", "match_ground_truths"), "their mean"
     ),
     Ratio("match/mean_iou", ("match_sum_iou",), ("match_pairs",), "mean IoU of matched pairs"),
-    Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_received",), "rollouts cut off"),
+    Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 

@@ -36,7 +36,7 @@ class PipelineRecorder:
         """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
         self._stage("rollout", seconds)
         self._counters.add("rollouts_received", len(outcome.rollouts))
-        self._counters.add("rollouts_failed", len(outcome.failures))
+        self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in outcome.failures))
         self._counters.add("samples_returned", len(outcome.returned))
         self._audit.write(
             "batch",
@@ -102,6 +102,7 @@ class PipelineRecorder:
 
     def _count_quality(self, quality: QualityFacts) -> None:
         add = self._counters.add
+        add("rollouts_prepared")
         add("rollouts_truncated", quality.num_truncated)
         add("objects_parsed", quality.num_predictions)
         add("match_predictions", quality.num_predictions)

@@ -60,7 +60,9 @@ def step(
 
 def round_outcome(version: int, *proven: bool, seconds: float = 1.0, round_id: str = "r") -> RoundOutcome:
     reports = {
-        index: ServerReport(ok, None if ok else "refused", "checksums", 100, {"push": 0.5 + index, "prove": 0.25})
+        index: ServerReport(
+            ok, None if ok else "refused", "checksums", 100, {"push": 0.5 + index, "prove": 0.25}
+        )
         for index, ok in enumerate(proven)
     }
     return RoundOutcome(round_id, version, reports, None, None, seconds, 0.125)

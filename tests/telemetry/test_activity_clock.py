@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +22,9 @@ moves = st.lists(st.tuples(activities, st.integers(0, 10**13)), max_size=50)
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**12), moves)
-def test_activities_add_up_to_wall_time_exactly(start: int, first: int, steps: list[tuple[Activity, int]]) -> None:
+def test_activities_add_up_to_wall_time_exactly(
+    start: int, first: int, steps: list[tuple[Activity, int]]
+) -> None:
     ticks = Ticks(start)
     clock = ActivityClock(ticks)
     expected = dict.fromkeys(Activity, 0)
@@ -38,7 +38,9 @@ def test_activities_add_up_to_wall_time_exactly(start: int, first: int, steps: l
     assert sum(clock.totals_ns().values()) == clock.wall_ns == ticks.now_ns - start
 
 
-trees = st.recursive(st.just([]), lambda inner: st.lists(st.tuples(activities, inner), max_size=3), max_leaves=12)
+trees = st.recursive(
+    st.just([]), lambda inner: st.lists(st.tuples(activities, inner), max_size=3), max_leaves=12
+)
 
 
 @given(trees)
@@ -97,15 +99,11 @@ def test_a_resumed_clock_still_adds_up() -> None:
     assert sum(second.totals_ns().values()) == second.wall_ns == 100
 
 
-@pytest.fixture
-def real_clock() -> Iterator[ActivityClock]:
-    yield ActivityClock()
-
-
-def test_the_real_clock_adds_up_as_well(real_clock: ActivityClock) -> None:
+def test_the_real_clock_adds_up_as_well() -> None:
+    clock = ActivityClock()
     for activity in Activity:
-        with real_clock.activity(activity):
+        with clock.activity(activity):
             sum(range(1000))
-    totals = real_clock.totals_ns()
-    assert sum(totals.values()) == real_clock.wall_ns
+    totals = clock.totals_ns()
+    assert sum(totals.values()) == clock.wall_ns
     assert all(total > 0 for total in totals.values())

@@ -28,7 +28,9 @@ class Point:
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = audit_path(tmp_path, 3)
     log = AuditLog(path, 3, now=lambda: 12.5)
-    log.write("step", step=1, loss=0.25, plan=Colour.RED, point=Point(2, Colour.RED), lags={1: (2, None)}, ok=True)
+    log.write(
+        "step", step=1, loss=0.25, plan=Colour.RED, point=Point(2, Colour.RED), lags={1: (2, None)}, ok=True
+    )
     assert read_audit(tmp_path / "audit" / "rank3.jsonl") == [
         {
             "kind": "step",
@@ -48,7 +50,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "a.jsonl")
     log.write(
-        "odd", nan=math.nan, inf=-math.inf, path=tmp_path, array=np.arange(3), number=np.float32(0.5), text="a\nb\u2028"
+        "odd",
+        nan=math.nan,
+        inf=-math.inf,
+        path=tmp_path,
+        array=np.arange(3),
+        number=np.float32(0.5),
+        text="a\nb\u2028",
     )
     log.close()
 
@@ -113,7 +121,9 @@ def test_a_full_disk_gives_one_warning_and_no_error(caplog: pytest.LogCaptureFix
     assert "training goes on" in record.getMessage()
 
 
-def test_a_directory_that_cannot_be_made_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_made_gives_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "audit").write_text("a file where the directory should be")
     log = AuditLog(audit_path(tmp_path, 0))
     log.write("step", step=0)
@@ -142,7 +152,9 @@ def test_records_go_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pyt
             log.write("step", step=number)
     log.write("step", step=4)
     log.close()
-    records = [(record["kind"], record.get("step"), record.get("records_lost")) for record in read_audit(path)]
+    records = [
+        (record["kind"], record.get("step"), record.get("records_lost")) for record in read_audit(path)
+    ]
     assert records == [("step", 0, None), ("gap", None, 3), ("step", 4, None)]
 
 

@@ -56,11 +56,17 @@ def test_the_vector_adds_up_by_name() -> None:
     ranks[1].add("steps", 9)
     assert ranks[0].names == ranks[1].names
     summed = dict(
-        zip(ranks[0].names, map(sum, zip(*(rank.summable_vector() for rank in ranks), strict=True)), strict=True)
+        zip(
+            ranks[0].names,
+            map(sum, zip(*(rank.summable_vector() for rank in ranks), strict=True)),
+            strict=True,
+        )
     )
     assert summed["packs_made"] == 7
     assert summed["match_sum_iou"] == 0.5
-    assert "steps" not in summed, "what is the same on every rank must not be multiplied by the number of ranks"
+    assert "steps" not in summed, (
+        "what is the same on every rank must not be multiplied by the number of ranks"
+    )
     assert sum(summed.values()) == 7.5
 
 

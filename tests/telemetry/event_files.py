@@ -1,0 +1,31 @@
+"""Reads event files back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+
+class EventFiles:
+    """What TensorBoard would show of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+        self._events.Reload()
+
+    @property
+    def tags(self) -> set[str]:
+        return set(self._events.Tags()["scalars"])
+
+    def series(self, tag: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in self._events.Scalars(tag)]
+
+    def layout(self) -> layout_pb2.Layout:
+        (event,) = self._events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+        return layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+
+    def text(self, tag: str) -> str:
+        (event,) = self._events.Tensors(tag)
+        return b"".join(event.tensor_proto.string_val).decode()

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from run_facts import PLAN_A, PLAN_B, pack, round_outcome, skipped, step
+from terminal import Terminal
+
+from swift_stage2.telemetry.counters import Counters
+from swift_stage2.telemetry.live_state import LastRound, LiveState, LiveTracker
+from swift_stage2.telemetry.live_view import LiveView, plain_line, render
+from swift_stage2.telemetry.merging import MergedMetrics
+
+STATE = LiveState(
+    step=120,
+    total_steps=400,
+    seconds_per_step=13.5,
+    epoch=1.25,
+    loss=0.4321,
+    channel="B",
+    num_b_run=20,
+    num_b_skipped=4,
+    skip_reason="not_enough_packs",
+    version=30,
+    version_lag=1,
+    queue_depths=(5, 3),
+    queue_limit=8,
+    rollouts_per_s=12.34,
+    last_round=LastRound(step=118, version=30, seconds=1.234, num_proven=1, num_servers=2),
+    warnings=("server 1 is suspect",),
+)
+
+
+class Seconds:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_plain_line() -> None:
+    assert plain_line(STATE) == (
+        "step 120/400, epoch 1.25 | eta 1:03:00 (13.50 s/step) | channel B, loss 0.4321 | "
+        "B 20 run, 4 skipped (not_enough_packs) | queue 3 of 8 (by rank 5/3) | version 30, lag 1 | "
+        "rollouts 12.3/s | round v30 at step 118, 1.23 s, 1/2 proven"
+    )
+
+
+def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
+    assert plain_line(LiveState(total_steps=400)) == (
+        "step 0/400 | eta - | channel A | B 0 run, 0 skipped | queue - | version 0 | rollouts - | round none yet"
+    )
+
+
+def test_a_run_without_channel_b_says_nothing_about_it() -> None:
+    assert plain_line(LiveState(step=1, total_steps=2, b_enabled=False)) == "step 1/2 | eta - | channel A"
+
+
+def test_the_panel_shows_every_row_and_the_warnings() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(STATE))
+    shown = console.export_text()
+    for part in plain_line(STATE).split(" | "):
+        name, _, text = part.partition(" ")
+        assert name in shown
+        assert text in shown
+    assert "server 1 is suspect" in shown
+
+
+def test_elsewhere_a_line_every_n_steps_and_the_last() -> None:
+    stream = io.StringIO()
+    view = LiveView(stream, plain_every_steps=10)
+    for number in range(1, 26):
+        view.update(replace(STATE, step=number, total_steps=25))
+    view.close()
+    view.close()
+    assert [line.split(",")[0] for line in stream.getvalue().splitlines()] == [
+        "step 10/25",
+        "step 20/25",
+        "step 25/25",
+    ]
+
+
+def test_elsewhere_a_run_that_stops_early_shows_where() -> None:
+    stream = io.StringIO()
+    view = LiveView(stream, plain_every_steps=10)
+    for number in range(1, 15):
+        view.update(replace(STATE, step=number))
+    view.close()
+    assert stream.getvalue().splitlines()[-1].startswith("step 14/400")
+
+
+def test_a_terminal_is_drawn_at_most_once_per_interval() -> None:
+    terminal, seconds = Terminal(), Seconds()
+    view = LiveView(terminal, interval_s=1.0, now_s=seconds)
+    for number in range(1, 5):
+        seconds.now = number * 0.4
+        view.update(replace(STATE, step=number))
+    drawn = [number for number in range(1, 5) if f"{number}/400" in terminal.getvalue()]
+    assert drawn == [1, 4]
+    assert any("4/400" in line for line in terminal.screen())
+    view.close()
+
+
+def test_logs_and_prints_stay_above_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, seconds = Terminal(), Seconds()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    logger = logging.getLogger("a.logger.of.another.package")
+    logger.addHandler(handler)
+    view = LiveView(terminal, interval_s=0.0, now_s=seconds)
+    try:
+        for number in range(1, 4):
+            view.update(replace(STATE, step=number))
+            logger.warning("logged after step %d", number)
+            print(f"printed after step {number}", file=sys.stderr)
+        lines = terminal.screen()
+        said = [line for line in lines if "after step" in line]
+        assert said == [f"{how} after step {number}" for number in (1, 2, 3) for how in ("logged", "printed")]
+        top = next(index for index, line in enumerate(lines) if line.startswith("╭"))
+        assert lines.index(said[-1]) < top, "the panel comes last"
+        assert sum(line.startswith("╭") for line in lines) == 1, "no panel was left behind"
+    finally:
+        view.close()
+        logger.removeHandler(handler)
+    assert handler.stream is terminal, "the stream is given back"
+    assert sys.stderr is terminal
+
+
+def test_closing_shows_the_last_state() -> None:
+    terminal, seconds = Terminal(), Seconds()
+    view = LiveView(terminal, interval_s=100.0, now_s=seconds)
+    view.update(replace(STATE, step=1))
+    view.update(replace(STATE, step=399))
+    view.close()
+    assert any("399/400" in line for line in terminal.screen())
+
+
+def merged(num_rollouts: int, depths: tuple[float | None, ...]) -> MergedMetrics:
+    numbers = Counters().snapshot() | {"rollouts_received": num_rollouts, "queue_limit": 8}
+    return MergedMetrics(numbers, {"queue_depth": depths}, {})
+
+
+def test_the_tracker_follows_a_run() -> None:
+    seconds = Seconds()
+    tracker = LiveTracker(100, now_s=seconds)
+    tracker.step(step(0, PLAN_A))
+    assert tracker.state.eta_s is None
+    seconds.now = 2.0
+    tracker.step(step(1, skipped()))
+    tracker.merge(merged(100, (4, None)), epoch=0.5, loss=None)
+    seconds.now = 4.0
+    tracker.step(step(2, PLAN_B, version=3, packs=(pack(version=1),)))
+    tracker.merge(merged(110, (4, 2)), epoch=None, loss=0.5)
+    tracker.round(2, round_outcome(4, True, False))
+    for number in range(5):
+        tracker.warning(f"w{number}")
+    state = tracker.state
+    assert state.eta_s == 97 * 2.0
+    assert (state.num_b_run, state.num_b_skipped, state.skip_reason) == (1, 1, "not_enough_packs")
+    assert (state.version, state.version_lag) == (3, 2)
+    assert (state.queue_depth_min, state.queue_depths, state.queue_limit) == (2, (4, 2), 8)
+    assert state.rollouts_per_s == 5.0
+    assert (state.epoch, state.loss) == (0.5, 0.5)
+    assert state.last_round == LastRound(step=2, version=4, seconds=1.0, num_proven=1, num_servers=2)
+    assert state.warnings == ("w2", "w3", "w4")

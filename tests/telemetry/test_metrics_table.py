@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from swift_stage2.channel_b.parsing import DropReason as ParseDropReason
+from swift_stage2.channel_b.pipeline import QuarantineReason
+from swift_stage2.channel_b.ready_queue import DropReason as QueueDropReason
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry import metrics
+from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.chart_layout import LAYOUT
+from swift_stage2.telemetry.metrics import METRICS, RATIOS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "metrics.md"
+
+PLAN_TAGS = {
+    "async/policy_wants_b",
+    "async/step_kind_b",
+    "async/b_step_skipped_due_to_queue",
+    "async/b_ratio_realized",
+    "async/b_debt",
+}
+
+
+def declared_tags() -> set[str]:
+    tables = {item.tag for item in (*METRICS, *RATIOS) if item.tag is not None}
+    return tables | PLAN_TAGS | {f"time/learner_{name}" for name in (*Activity, "wall")}
+
+
+def test_the_parser_s_reasons_are_declared() -> None:
+    assert tuple(ParseDropReason) == metrics.PARSE_DROP_REASONS
+
+
+def test_the_plan_s_reasons_are_declared() -> None:
+    assert tuple(SkipReason) == metrics.SKIP_REASONS
+
+
+def test_the_pipeline_s_quarantine_reasons_are_declared() -> None:
+    reasons = {value for name, value in vars(QuarantineReason).items() if name.isupper()}
+    assert set(metrics.QUARANTINE_REASONS) == reasons
+
+
+def test_the_queue_s_drop_reasons_are_declared() -> None:
+    assert {f"packs_{reason}" for reason in QueueDropReason} <= set(metrics.METRICS_BY_NAME)
+
+
+def test_no_two_numbers_share_a_tag() -> None:
+    tags = [item.tag for item in (*METRICS, *RATIOS) if item.tag is not None]
+    assert len(tags) == len(set(tags))
+
+
+def test_ratios_divide_declared_counters() -> None:
+    names = {name for ratio in RATIOS for name in (*ratio.numerator, *ratio.denominator)}
+    assert names <= set(metrics.METRICS_BY_NAME)
+
+
+def test_every_tag_has_its_place_in_the_layout() -> None:
+    placed = [tag for charts in LAYOUT.values() for tags in charts.values() for tag in tags]
+    assert sorted(placed) == sorted(declared_tags())
+
+
+def test_the_document_lists_every_tag_and_no_other() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), flags=re.MULTILINE)
+    listed = {row for row in rows if "/" in row}
+    families = {
+        "parse/dropped/<reason>": metrics.PARSE_DROP_REASONS,
+        "time/<stage>": metrics.STAGES,
+        "time/learner_<activity>": tuple(Activity),
+    }
+    for row, members in families.items():
+        listed.remove(row)
+        listed |= {f"{row[: row.index('<')]}{member}" for member in members}
+    assert listed == declared_tags()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
+
+from swift_stage2.errors import UserError
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry import RunSummary, Telemetry, summarise, summary_table
+
+
+def start(run_dir: Path, rank: int = 0, world_size: int = 1) -> Telemetry:
+    telemetry = Telemetry(run_dir, rank, world_size, tensorboard=False, queue_limit=8)
+    telemetry.record_start(0, seed=1)
+    return telemetry
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Two ranks: six steps, four wanted on B, two run; two rounds, one of which proves nothing."""
+    plans = [PLAN_A, PLAN_B, skipped(), PLAN_B, PLAN_A, skipped(SkipReason.SERVERS_SUSPECT)]
+    for rank in range(2):
+        telemetry = start(tmp_path, rank, 2)
+        telemetry.record_round(0, round_outcome(1, True, False, seconds=2.0, round_id="a"))
+        for number, plan in enumerate(plans):
+            packs = (pack(version=1), pack(version=2 - rank)) if plan is PLAN_B else ()
+            with telemetry.activity("busy"):
+                telemetry.record_step(step(number, plan, version=2, packs=packs))
+        telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
+        telemetry.pipeline.segment(segment(quality(pairs=3, predictions=4, truths=6)), 0.01)
+        telemetry.pipeline.dropped(pack(), "dropped_oldest")
+        telemetry.pipeline.quarantined("key", "too_slow", "3 rollouts went stale")
+        telemetry.close()
+    return tmp_path
+
+
+def test_what_was_wanted_and_what_ran(run_dir: Path) -> None:
+    summary = summarise(run_dir / "audit")
+    assert (summary.num_ranks, summary.num_steps, summary.num_b_wanted, summary.num_b_run) == (2, 6, 4, 2)
+    assert summary.skips == {"not_enough_packs": 1, "servers_suspect": 1}
+    assert summary.num_disagreements == 0
+
+
+def test_losses_lags_and_quality(run_dir: Path) -> None:
+    summary = summarise(run_dir / "audit")
+    assert summary.drops == {"samples_quarantined/too_slow": 2, "packs_dropped_oldest": 2}
+    assert summary.lag_counts == {0: 2, 1: 6}
+    assert summary.ratios["match/precision"] == 0.75
+    assert summary.ratios["match/f1"] == 0.6
+    assert summary.totals["steps"] == 6
+    assert summary.totals["packs_trained"] == 8
+
+
+def test_rounds_by_phase(run_dir: Path) -> None:
+    summary = summarise(run_dir / "audit")
+    assert (summary.num_rounds_committed, summary.num_rounds_failed) == (1, 1)
+    assert summary.round_seconds is not None
+    assert (summary.round_seconds.num, summary.round_seconds.total_s, summary.round_seconds.max_s) == (
+        2,
+        6.0,
+        4.0,
+    )
+    push = summary.phase_seconds["push"]
+    assert (push.num, push.total_s, push.median_s, push.max_s) == (4, 4.0, 1.0, 1.5)
+    assert set(summary.phase_seconds) == {"canary", "push", "prove"}
+    assert summary.proofs == {"checksums": 1}
+    assert summary.server_errors == {"refused": 3}
+
+
+def test_activities_add_up_on_every_rank(run_dir: Path) -> None:
+    summary = summarise(run_dir / "audit")
+    assert [rank.rank for rank in summary.activity] == [0, 1]
+    for rank in summary.activity:
+        assert sum(rank.seconds.values()) == pytest.approx(rank.wall_s, rel=1e-12)
+        assert rank.seconds["busy"] > 0
+
+
+def test_the_table_shows_it(run_dir: Path) -> None:
+    console = Console(width=120, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(summary_table(summarise(run_dir / "audit")))
+    shown = capture.get()
+    for text in (
+        "B skipped: servers_suspect",
+        "2 (50%)",
+        "samples_quarantined/too_slow",
+        "whole round",
+        "wall",
+    ):
+        assert text in shown
+    assert "differ between ranks" not in shown
+
+
+def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
+    for rank, plan in enumerate((PLAN_B, PLAN_A)):
+        telemetry = start(tmp_path, rank, 2)
+        telemetry.record_step(step(0))
+        telemetry.record_step(step(1, plan))
+        telemetry.close()
+    summary = summarise(tmp_path / "audit")
+    assert summary.num_disagreements == 1
+    with Console(width=120).capture() as _:
+        pass
+    assert _text(summary).count("plans that differ between ranks") == 1
+
+
+def _text(summary: RunSummary) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(summary_table(summary))
+    return capture.get()
+
+
+def test_a_killed_process_leaves_a_summary_and_its_lost_steps_do_not_count_twice(tmp_path: Path) -> None:
+    killed = start(tmp_path)
+    for number in range(4):
+        killed.record_step(step(number, PLAN_B))
+        if number == 1:
+            checkpoint = json.loads(json.dumps(killed.state_dict()))
+            killed.record_round(2, round_outcome(1, True))
+    with (tmp_path / "audit" / "rank0.jsonl").open("a") as file:
+        file.write('{"kind":"step","step":4,"chan')
+
+    torn = summarise(tmp_path / "audit")
+    assert (torn.num_steps, torn.num_b_run, torn.activity) == (4, 4, ())
+
+    resumed = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
+    resumed.load_state_dict(checkpoint)
+    resumed.record_start(2, seed=1)
+    resumed.record_step(step(2, PLAN_A))
+    resumed.close()
+    summary = summarise(tmp_path / "audit")
+    assert (summary.num_steps, summary.num_b_run) == (3, 2)
+    assert summary.num_rounds_committed == 0
+    assert (summary.totals["steps"], summary.totals["b_steps_run"]) == (3, 2)
+
+
+def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
+    (tmp_path / "audit").mkdir()
+    lines = [
+        {
+            "kind": "step",
+            "step": 0,
+            "wants_b": False,
+            "channel": "A",
+            "skip_reason": None,
+            "version": 0,
+            "packs": [],
+        },
+        {"kind": "gap", "records_lost": 12},
+    ]
+    (tmp_path / "audit" / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(tmp_path / "audit")
+    assert summary.num_records_lost == 12
+    assert "12" in _text(summary)
+
+
+def test_a_directory_without_an_audit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs the audit of a run"):
+        summarise(tmp_path)

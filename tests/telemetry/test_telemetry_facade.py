@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from event_files import EventFiles
+from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
+
+from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry import LiveView, Telemetry, read_audit
+from swift_stage2.telemetry.activity import Activity
+
+TAGS = {
+    "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
+        ver_current ver_lag drop_stale_total drop_oldest_total quarantined_total rollout_fail_total
+        prefetch_success_total prefetch_last_progress_s_ago sync_pending sync_failed_total infer_inflight""",
+    "packing": "fill_ratio segments tokens",
+    "match": "precision recall f1 mean_iou gated",
+    "parse": """objects truncated_ratio dropped/not_an_object dropped/unexpected_key dropped/missing_box
+        dropped/wrong_arity dropped/invalid_box dropped/missing_label""",
+    "time": """rollout prepare pack plan learner_busy learner_waiting learner_syncing learner_evaluating learner_saving
+        learner_other learner_wall""",
+}
+
+
+class Ranks:
+    """As many ranks as threads, with an all-reduce between them."""
+
+    def __init__(self, run_dir: Path, world_size: int = 2, **options: object) -> None:
+        self.telemetry = [
+            Telemetry(run_dir, rank, world_size, queue_limit=8, total_steps=100, **options)  # type: ignore[arg-type]
+            for rank in range(world_size)
+        ]
+        self._barrier = threading.Barrier(world_size)
+        self._vectors: list[Sequence[float]] = [()] * world_size
+        self.num_collectives = 0
+
+    def merge(self, at: int) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = [{} for _ in self.telemetry]
+
+        def work(rank: int) -> None:
+            results[rank] = self.telemetry[rank].merge_and_write(at, self._sum(rank), epoch=0.5, loss=0.25)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.telemetry))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+    def _sum(self, rank: int) -> Callable[[Sequence[float]], Sequence[float]]:
+        def add_up(vector: Sequence[float]) -> Sequence[float]:
+            self._vectors[rank] = vector
+            if rank == 0:
+                self.num_collectives += 1
+            self._barrier.wait(20)
+            return [sum(column) for column in zip(*self._vectors, strict=True)]
+
+        return add_up
+
+    def step(self, *args: object, **fields: object) -> None:
+        for telemetry in self.telemetry:
+            telemetry.record_step(step(*args, **fields))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for telemetry in self.telemetry:
+            telemetry.close()
+
+
+def produce(telemetry: Telemetry, num_packs: int = 1) -> None:
+    """What the pipeline reports while it makes packs of two segments."""
+    for _ in range(num_packs):
+        telemetry.pipeline.batch(BatchOutcome(num_posts=1), 0.5)
+        telemetry.pipeline.segment(segment(), 0.01)
+        telemetry.pipeline.segment(segment(quality(num_truncated=1, dropped={"invalid_box": 2})), 0.01)
+        telemetry.pipeline.pack(pack(), 0.001)
+
+
+def test_every_tag_of_the_design_is_written_and_no_other(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for telemetry in ranks.telemetry:
+        produce(telemetry)
+    ranks.step(0, PLAN_B, packs=(pack(version=0),))
+    ranks.merge(at=1)
+    ranks.close()
+    expected = {f"stage2_ab/{group}/{name}" for group, names in TAGS.items() for name in names.split()}
+    assert EventFiles(tmp_path / "runs").tags == expected
+
+
+def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    plans = [PLAN_A, PLAN_B, PLAN_A, skipped(), PLAN_A, skipped(SkipReason.TRUNCATION_GUARD)]
+    for number, plan in enumerate(plans):
+        ranks.step(number, plan)
+        if number in (2, 5):
+            ranks.merge(at=number)
+    ranks.close()
+    events = EventFiles(tmp_path / "runs")
+    wanted = events.series("stage2_ab/async/policy_wants_b")
+    assert wanted == list(enumerate([0, 1, 0, 1, 0, 1]))
+    assert events.series("stage2_ab/async/step_kind_b") == list(enumerate([0, 1, 0, 0, 0, 0]))
+    assert events.series("stage2_ab/async/b_step_skipped_due_to_queue") == list(enumerate([0, 0, 0, 1, 0, 1]))
+    assert events.series("stage2_ab/async/b_debt") == [(2, 0), (5, 2)]
+    ratios = events.series("stage2_ab/async/b_ratio_realized")
+    assert ratios == [(2, pytest.approx(1 / 3)), (5, pytest.approx(1 / 6))]
+    assert ranks.num_collectives == 2
+
+
+def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for telemetry, depth, lag in zip(ranks.telemetry, (5, 3), (1, 2), strict=True):
+        produce(telemetry, num_packs=2)
+        telemetry.pipeline.dropped(pack(), "dropped_stale")
+        plan_facts = step(
+            0, PLAN_B, version=2, packs=(pack(version=2 - lag),), queue_depth=depth, in_flight=4
+        )
+        telemetry.record_step(plan_facts)
+        telemetry.record_round(0, round_outcome(2, False, False))
+    first, second = ranks.merge(at=1)
+    ranks.close()
+    assert first == second
+    expected = {
+        "async/queue_depth": 3,
+        "async/queue_limit": 8,
+        "async/ver_lag": 2,
+        "async/ver_current": 2,
+        "async/infer_inflight": 8,
+        "async/drop_stale_total": 2,
+        "async/sync_failed_total": 1,
+        "async/prefetch_success_total": 4,
+        "packing/segments": 8,
+        "packing/tokens": 120,
+        "packing/fill_ratio": 0.75,
+        "match/precision": 0.75,
+        "match/recall": 0.5,
+        "match/f1": 0.6,
+        "match/mean_iou": 0.75,
+        "match/gated": 16,
+        "parse/objects": 32,
+        "parse/dropped/invalid_box": 8,
+        "parse/truncated_ratio": 0.5,
+        "time/rollout": 2.0,
+    }
+    assert {tag: first[f"stage2_ab/{tag}"] for tag in expected} == pytest.approx(expected)
+
+
+def test_ratios_cover_the_window_and_totals_the_run(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, world_size=1)
+    (telemetry,) = ranks.telemetry
+    telemetry.pipeline.segment(segment(quality(pairs=4, predictions=4, truths=4)), 0.0)
+    assert ranks.merge(at=1)[0]["stage2_ab/match/precision"] == 1.0
+    telemetry.pipeline.segment(segment(quality(pairs=1, predictions=4, truths=4)), 0.0)
+    second = ranks.merge(at=2)[0]
+    assert second["stage2_ab/match/precision"] == 0.25
+    assert second["stage2_ab/parse/objects"] == 8
+    assert "stage2_ab/match/precision" not in ranks.merge(at=3)[0], "nothing was matched since"
+    ranks.close()
+
+
+def test_the_lag_is_that_of_the_window(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, world_size=1)
+    ranks.step(0, PLAN_B, version=5, packs=(pack(version=3),))
+    ranks.step(1, PLAN_B, version=5, packs=(pack(version=4),))
+    assert ranks.merge(at=1)[0]["stage2_ab/async/ver_lag"] == 2
+    ranks.step(2, PLAN_B, version=5, packs=(pack(version=5),))
+    assert ranks.merge(at=2)[0]["stage2_ab/async/ver_lag"] == 0
+    ranks.step(3, PLAN_A, version=5)
+    assert "stage2_ab/async/ver_lag" not in ranks.merge(at=3)[0]
+    ranks.close()
+
+
+def test_activities_add_up_to_wall_time_in_tags_and_audit(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for number in range(3):
+        for telemetry in ranks.telemetry:
+            with telemetry.activity("waiting"), telemetry.activity("syncing"):
+                telemetry.record_step(step(number))
+            telemetry.clock.switch("busy")
+    merged = ranks.merge(at=3)[0]
+    ranks.close()
+    spent = [merged[f"stage2_ab/time/learner_{activity}"] for activity in Activity]
+    assert merged["stage2_ab/time/learner_wall"] == pytest.approx(sum(spent), rel=1e-12)
+    for rank in range(2):
+        records = read_audit(tmp_path / "audit" / f"rank{rank}.jsonl")
+        metrics = [record for record in records if record["kind"] == "metrics"]
+        assert len(metrics) == 2, "one logging step and the end"
+        for record in metrics:
+            assert sum(record["activity_ns"].values()) == record["wall_ns"]
+        in_steps = sum(sum(record["activity_ns"].values()) for record in records if record["kind"] == "step")
+        assert in_steps <= metrics[-1]["wall_ns"]
+        assert in_steps > 0
+
+
+def test_a_resumed_run_continues_its_counters(tmp_path: Path) -> None:
+    first = Ranks(tmp_path / "first", world_size=1)
+    first.step(0, PLAN_B)
+    first.step(1, skipped())
+    first.telemetry[0].pipeline.segment(segment(quality(pairs=4, predictions=4, truths=4)), 0.0)
+    first.merge(at=2)
+    first.telemetry[0].pipeline.segment(segment(quality(pairs=0, predictions=4, truths=4)), 0.0)
+    state = json.loads(json.dumps(first.telemetry[0].state_dict()))
+    first.close()
+
+    second = Ranks(tmp_path / "second", world_size=1)
+    second.telemetry[0].load_state_dict(state)
+    second.step(2, PLAN_A)
+    merged = second.merge(at=3)[0]
+    second.close()
+    assert merged["stage2_ab/async/b_ratio_realized"] == pytest.approx(1 / 3)
+    assert merged["stage2_ab/async/b_debt"] == 1
+    assert merged["stage2_ab/parse/objects"] == 8
+    assert merged["stage2_ab/match/precision"] == 0.0, (
+        "the window began at the last logging step before the save"
+    )
+    wall_s = sum(state["activity_ns"].values()) / 1e9
+    assert merged["stage2_ab/time/learner_wall"] > wall_s
+
+
+def test_settings_are_written_once(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, queue_limit=8)
+    telemetry.record_start(0, seed=7, decoding={"temperature": 0.01})
+    telemetry.close()
+    assert '"seed": 7' in EventFiles(tmp_path / "runs").text("stage2_ab/settings")
+    (start,) = (record for record in read_audit(tmp_path / "audit/rank0.jsonl") if record["kind"] == "start")
+    assert start["settings"] == {"seed": 7, "decoding": {"temperature": 0.01}}
+
+
+def test_without_channel_b_its_parts_have_no_gauges(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1)
+    telemetry.record_step(step(0))
+    tags = telemetry.merge_and_write(1, lambda vector: vector)
+    telemetry.close()
+    assert not {"stage2_ab/async/queue_depth", "stage2_ab/async/prefetch_last_progress_s_ago"} & set(tags)
+    assert tags["stage2_ab/async/b_ratio_realized"] == 0
+
+
+def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 1, 2, queue_limit=8, live=None)
+    telemetry.record_start(0, seed=1)
+    telemetry.record_step(step(0))
+    telemetry.close()
+    assert not (tmp_path / "runs").exists()
+    assert [path.name for path in (tmp_path / "audit").iterdir()] == ["rank1.jsonl"]
+
+
+def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, audit=False)
+    telemetry.record_step(step(0))
+    telemetry.merge_and_write(1, lambda vector: vector)
+    telemetry.close()
+    telemetry.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_gives_one_warning_for_everything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Audit, event file, trace and the live view's stream all stand on one full disk."""
+    for path in ("audit/rank0.jsonl", "trace/rank0.partial"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).symlink_to("/dev/full")
+    with open("/dev/full", "w", buffering=1) as stream:
+        telemetry = Telemetry(
+            tmp_path,
+            0,
+            1,
+            trace=True,
+            live=LiveView(stream, plain_every_steps=1),
+            total_steps=3,
+            queue_limit=8,
+        )
+        assert telemetry._board is not None
+        (tmp_path / "runs").mkdir()
+        telemetry._board._path.symlink_to("/dev/full")
+        with caplog.at_level(logging.WARNING):
+            for number in range(3):
+                telemetry.record_step(step(number))
+                telemetry.merge_and_write(number, lambda vector: vector)
+            telemetry.close()
+        assert len(caplog.records) == 1
+        assert telemetry.counters.value("steps") == 3
+        with pytest.raises(OSError, match="No space left"):
+            stream.close()
+    assert "training goes on" in caplog.text
+
+
+def test_the_trace_holds_activities_and_stages(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
+    with telemetry.activity("syncing"):
+        produce(telemetry)
+    telemetry.close()
+    events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
+    assert {"syncing", "rollout", "prepare", "pack"} <= {event["name"] for event in events}
+
+
+def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1)
+    telemetry.record_warning("100 % of rollouts are cut off")
+    telemetry.close()
+    assert "100 % of rollouts are cut off" in caplog.text
+    assert any(record["kind"] == "warning" for record in read_audit(tmp_path / "audit/rank0.jsonl"))
