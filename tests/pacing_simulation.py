@@ -21,8 +21,6 @@ from swift_stage2.scheduling.production_pace import ProductionMeter
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
 
-PIPELINE_DELAY_STEPS = 1 / 64  # the pipeline acts a moment after the step start that woke it
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -39,6 +37,8 @@ class Setting:
     queue_limit: int = 8
     num_steps: int = 400
     seed: int = 0
+    pipeline_delay: float = 1 / 64
+    """How long after a step start the pipeline acts; 0 makes whole durations end right at a step start."""
     outage: tuple[int, int] = (0, 0)
     """Steps between which no server answers a new POST."""
 
@@ -47,6 +47,7 @@ class Setting:
 class Outcome:
     """What one run did."""
 
+    steps: int = 0
     wanted: int = 0
     ran: int = 0
     made: int = 0
@@ -182,6 +183,7 @@ def simulate(setting: Setting) -> Outcome:
         if rounds.pending or step >= rounds.last_commit + setting.sync_every_steps:
             _try_round(step, ranks, rounds, outcome)
         wants_b = wants_channel_b(step, setting.b_ratio)
+        outcome.steps += 1
         outcome.wanted += wants_b
         reservations = [
             rank.queue.reserve(setting.packs_per_b_step, current_version=rank.clock.current)
@@ -202,7 +204,7 @@ def simulate(setting: Setting) -> Outcome:
             last_b = step
         outcome.longest_gap = max(outcome.longest_gap, step - last_b)
         for rank in ranks:
-            rank.pace(step + PIPELINE_DELAY_STEPS, rounds)
+            rank.pace(step + setting.pipeline_delay, rounds)
     outcome.verdict = str(ranks[0].pacer.verdict(ranks[0].state(setting.num_steps, rounds)))
     return outcome
 
@@ -220,9 +222,9 @@ def _try_round(step: int, ranks: list[SimulatedRank], rounds: Rounds, outcome: O
 
 
 def _run_background_until(step: int, ranks: list[SimulatedRank], rounds: Rounds) -> None:
-    """Finish the POSTs that end before ``step`` starts, in order of time; each asks the pacer again."""
+    """Finish the POSTs that end by the time ``step`` starts, in order of time; each asks the pacer again."""
     while True:
-        running = [rank for rank in ranks if rank.post is not None and rank.post.end < step]
+        running = [rank for rank in ranks if rank.post is not None and rank.post.end <= step]
         if not running:
             return
         rank = min(running, key=lambda r: r.post.end if r.post else 0.0)

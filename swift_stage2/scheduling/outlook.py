@@ -6,6 +6,7 @@ pending no POST starts before the round. Called by the pacer only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,7 +55,8 @@ class Outlook:
 
     def rounds_if_made(self, holding_steps: float) -> RoundForecast:
         """Forecast the rounds when a production starts now and holds the next one for ``holding_steps``."""
-        held_until = max(first_step_after(self.start + holding_steps), self._drained_step)
+        # A production that ends with a step's start may release that step's round: the earlier one ages more.
+        held_until = max(self.state.step + 1, math.ceil(self.start + holding_steps), self._drained_step)
         if self.state.round_pending:
             pending = self._drained_step
             rounds: tuple[int, ...] = (pending, max(pending + self.sync_every_steps, held_until))

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MISSES_BEFORE_CATCHING_UP = 2
-BUSY_LOAD = 0.8  # from this load on, forecasts take production as never idle
+BUSY_LOAD = 0.9  # from this load on, forecasts take production as never idle
 _ROUNDING = 1e-9
 _SHORTEST_PRODUCTION_STEPS = 1e-3  # keeps the rate of an instant server finite
 
@@ -154,11 +154,12 @@ class Pacer:
     def _hardly_idles(self, state: PacingState) -> bool:
         """Say whether forecasts must take production as always at work.
 
-        With rounds at their configured spacing, packs of one production stay fresh for the wanted steps
-        of ``version_window`` spacings. Where a busy cycle wants more, that many packs cannot be enough.
+        With rounds at their configured spacing, the packs of one production stay fresh for the wanted
+        steps of ``version_window`` spacings. Where always working production would have to serve more
+        wanted steps than these, one after the other is needed and the rounds will not come so often.
         """
         servable = max(1, wanted_count(self.version_window * self.sync_every_steps, self.b_ratio))
-        wanted = self.b_ratio * self._busy_cycle(state)
+        wanted = self.b_ratio * self._busy_cycle(state) / self._productions_per_cycle(state)
         return wanted > servable + _ROUNDING or self.verdict(state).load >= BUSY_LOAD
 
     def _busy_cycle(self, state: PacingState) -> int:

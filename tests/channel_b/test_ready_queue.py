@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
+from swift_stage2.errors import QueueClosed, ReservationSpent
+
+
+@dataclass(frozen=True)
+class Pack:
+    version: int
+    name: int = 0
+    num_supervised_tokens: int = 0
+
+
+class Bare:
+    """All that section "a pack is anything with .version" promises."""
+
+    version = 0
+
+
+def filled(*versions: int, limit: int = 8, window: int = 1) -> tuple[ReadyQueue[Pack], list[tuple[int, str]]]:
+    """A queue with packs named 0, 1, … offered while the version was 1, and the list of its drops."""
+    drops: list[tuple[int, str]] = []
+    queue: ReadyQueue[Pack] = ReadyQueue(
+        limit, window, lambda pack, reason: drops.append((pack.name, reason))
+    )
+    for name, version in enumerate(versions):
+        queue.offer(Pack(version, name), current_version=1)
+    return queue, drops
+
+
+def reserved(queue: ReadyQueue[Pack], n: int, version: int = 1) -> Reservation[Pack]:
+    reservation = queue.reserve(n, current_version=version)
+    assert reservation is not None
+    return reservation
+
+
+def names(packs: list[Pack]) -> list[int]:
+    return [pack.name for pack in packs]
+
+
+def test_overflow_drops_the_oldest_and_keeps_the_order() -> None:
+    queue, drops = filled(1, 1, 1, 1, limit=3)
+    statistics = queue.statistics()
+    assert (statistics.depth, statistics.peak_depth, statistics.dropped_oldest) == (3, 3, 1)
+    assert drops == [(0, "dropped_oldest")]
+    assert names(reserved(queue, 3).take()) == [1, 2, 3]
+
+
+def test_reserve_purges_every_stale_pack_first() -> None:
+    queue, drops = filled(1, 2, 3, 1)
+    reservation = reserved(queue, 2, version=3)
+    assert [pack.version for pack in reservation.take()] == [2, 3]
+    assert queue.statistics().dropped_stale == 2
+    assert drops == [(0, "dropped_stale"), (3, "dropped_stale")]
+
+
+def test_a_reserve_that_fails_purges_but_takes_nothing() -> None:
+    queue, drops = filled(1, 3)
+    assert queue.reserve(2, current_version=3) is None
+    assert drops == [(0, "dropped_stale")]
+    assert queue.peek_versions() == (3,)
+
+
+def test_window_zero_keeps_the_current_version_only() -> None:
+    queue, _ = filled(window=0)
+    for version in (1, 2, 3):
+        queue.offer(Pack(version), current_version=3)
+    assert queue.peek_versions() == (3,)
+    assert queue.statistics().dropped_stale == 2
+
+
+def test_an_offer_purges_stale_packs_before_it_counts_the_overflow() -> None:
+    queue, drops = filled(1, 4, 4, limit=3)
+    queue.offer(Pack(4, name=3), current_version=4)
+    assert drops == [(0, "dropped_stale")]
+    assert queue.statistics().dropped_oldest == 0
+
+
+def test_a_stale_offer_is_dropped_and_displaces_nobody() -> None:
+    queue, drops = filled(3, 3, limit=2)
+    queue.offer(Pack(1, name=9), current_version=3)
+    assert drops == [(9, "dropped_stale")]
+    assert queue.statistics().depth == 2
+
+
+def test_packs_ahead_of_the_caller_are_fresh() -> None:
+    queue, _ = filled(7)
+    assert names(reserved(queue, 1, version=1).take()) == [0]
+
+
+def test_a_reservation_survives_overflow_and_any_version() -> None:
+    queue, drops = filled(1, 1, 1, limit=3)
+    reservation = reserved(queue, 2)
+    for name in range(10, 20):
+        queue.offer(Pack(1, name), current_version=1)
+    queue.reserve(99, current_version=50)
+    assert names(reservation.take()) == [0, 1]
+    assert not {0, 1} & {name for name, _ in drops}
+
+
+def test_released_packs_return_to_the_front_and_are_judged_again() -> None:
+    queue, drops = filled(1, 2, 3)
+    reservation = reserved(queue, 2)
+    reservation.release()
+    assert queue.peek_versions() == (1, 2, 3)
+    assert [pack.version for pack in reserved(queue, 2, version=3).take()] == [2, 3]
+    assert drops == [(0, "dropped_stale")]
+
+
+def test_release_over_the_limit_drops_from_the_front() -> None:
+    queue, drops = filled(1, 1, 1, limit=3)
+    reservation = reserved(queue, 2)
+    queue.offer(Pack(1, 3), current_version=1)
+    queue.offer(Pack(1, 4), current_version=1)
+    assert queue.statistics().depth == 3
+    reservation.release()
+    assert drops == [(0, "dropped_oldest"), (1, "dropped_oldest")]
+    assert queue.statistics().dropped_oldest == 2
+    assert names(reserved(queue, 3).take()) == [2, 3, 4]
+
+
+def test_a_second_release_does_nothing() -> None:
+    queue, _ = filled(1, 1)
+    reservation = reserved(queue, 2)
+    reservation.release()
+    reservation.release()
+    assert queue.statistics().depth == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [("take", "take"), ("take", "release"), ("release", "take")])
+def test_any_other_second_call_is_an_error_and_changes_nothing(first: str, second: str) -> None:
+    queue, _ = filled(1, 1)
+    reservation = reserved(queue, 1)
+    getattr(reservation, first)()
+    depth = queue.statistics().depth
+    with pytest.raises(ReservationSpent, match=rf"got {second}\(\)"):
+        getattr(reservation, second)()
+    assert queue.statistics().depth == depth
+
+
+def test_min_tokens_counts_the_packs_it_would_take() -> None:
+    queue: ReadyQueue[Pack] = ReadyQueue(8, 1)
+    for tokens in (10, 20, 500):
+        queue.offer(Pack(1, num_supervised_tokens=tokens), current_version=1)
+    assert queue.reserve(2, current_version=1, min_tokens=31) is None
+    assert queue.statistics().depth == 3
+    assert queue.reserve(2, current_version=1, min_tokens=30) is not None
+
+
+def test_tokens_are_not_asked_for_unless_needed() -> None:
+    queue: ReadyQueue[Bare] = ReadyQueue(8, 1)
+    queue.offer(Bare(), current_version=0)
+    assert queue.reserve(1, current_version=0) is not None
+
+
+def test_close_refuses_newcomers_and_keeps_open_reservations() -> None:
+    queue, _ = filled(1, 1)
+    kept, returned = reserved(queue, 1), reserved(queue, 1)
+    queue.close()
+    queue.close()
+    with pytest.raises(QueueClosed):
+        queue.offer(Pack(1), current_version=1)
+    with pytest.raises(QueueClosed):
+        queue.reserve(1, current_version=1)
+    assert names(kept.take()) == [0]
+    returned.release()
+    assert queue.statistics().depth == 1
+
+
+@pytest.mark.parametrize(("limit", "window", "named"), [(0, 1, "limit=0"), (1, -1, "version_window=-1")])
+def test_impossible_settings_are_refused(limit: int, window: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ReadyQueue(limit, window)
+
+
+def test_a_negative_reservation_is_refused() -> None:
+    queue, _ = filled(1)
+    with pytest.raises(ValueError, match="n=-1"):
+        queue.reserve(-1, current_version=1)
+
+
+def test_statistics_are_a_frozen_record() -> None:
+    queue, _ = filled(1)
+    with pytest.raises(FrozenInstanceError):
+        queue.statistics().depth = 7  # type: ignore[misc]
+
+
+def test_drops_are_reported_outside_the_lock() -> None:
+    """The callback waits for another thread that uses the queue: under the lock it would never come."""
+    answered: list[bool] = []
+
+    def ask_from_elsewhere(pack: Pack, reason: DropReason) -> None:
+        thread = threading.Thread(target=queue.statistics, daemon=True)
+        thread.start()
+        thread.join(timeout=10)
+        answered.append(not thread.is_alive())
+
+    queue: ReadyQueue[Pack] = ReadyQueue(1, 0, ask_from_elsewhere)
+    queue.offer(Pack(1), current_version=1)
+    queue.offer(Pack(1), current_version=1)  # overflow
+    held = reserved(queue, 1)
+    queue.offer(Pack(1), current_version=1)
+    held.release()  # overflow by release
+    queue.reserve(1, current_version=2)  # stale
+    assert answered == [True, True, True]
+
+
+def test_no_pack_is_lost_or_doubled_between_threads() -> None:
+    """Two makers, two takers, one that only releases: every pack ends in exactly one place."""
+    num_packs = 300
+    dropped: list[int] = []
+    taken: list[list[int]] = [[], []]
+    queue: ReadyQueue[Pack] = ReadyQueue(6, 5, lambda pack, reason: dropped.append(pack.name))
+    start = threading.Barrier(5)
+    makers_done = threading.Event()
+
+    def make(first: int) -> None:
+        start.wait(timeout=10)
+        for name in range(first, first + num_packs):
+            queue.offer(Pack(1, name), current_version=1)
+
+    def take(mine: list[int]) -> None:
+        start.wait(timeout=10)
+        while not makers_done.is_set() or queue.statistics().depth >= 2:
+            reservation = queue.reserve(2, current_version=1)
+            if reservation is not None:
+                mine.extend(names(reservation.take()))
+
+    def release() -> None:
+        start.wait(timeout=10)
+        while not makers_done.is_set():
+            reservation = queue.reserve(3, current_version=1)
+            if reservation is not None:
+                reservation.release()
+
+    makers = [threading.Thread(target=make, args=(first,), daemon=True) for first in (0, num_packs)]
+    users = [threading.Thread(target=take, args=(mine,), daemon=True) for mine in taken]
+    users.append(threading.Thread(target=release, daemon=True))
+    for thread in makers + users:
+        thread.start()
+    for thread in makers:
+        thread.join(timeout=30)
+    makers_done.set()
+    for thread in users:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in makers + users)
+    left = queue.reserve(queue.statistics().depth, current_version=1)
+    assert left is not None
+    everything = dropped + taken[0] + taken[1] + names(left.take())
+    assert sorted(everything) == list(range(2 * num_packs))
+    assert queue.statistics().peak_depth <= 6
+
+
+class QueueAgainstAList(RuleBasedStateMachine):
+    """The queue beside a plain list that does what the words say."""
+
+    @initialize(limit=st.integers(1, 5), window=st.integers(0, 3))
+    def make(self, limit: int, window: int) -> None:
+        self.limit, self.window = limit, window
+        self.current, self.next_name, self.peak = 3, 0, 0
+        self.ready: list[Pack] = []
+        self.expected_drops: list[tuple[Pack, str]] = []
+        self.drops: list[tuple[Pack, str]] = []
+        self.queue: ReadyQueue[Pack] = ReadyQueue(
+            limit, window, lambda p, reason: self.drops.append((p, reason))
+        )
+        self.held: list[tuple[Reservation[Pack], list[Pack]]] = []
+
+    def purge(self) -> None:
+        stale = [pack for pack in self.ready if pack.version < self.current - self.window]
+        self.expected_drops += [(pack, "dropped_stale") for pack in stale]
+        self.ready = [pack for pack in self.ready if pack not in stale]
+
+    def trim(self) -> None:
+        while len(self.ready) > self.limit:
+            self.expected_drops.append((self.ready.pop(0), "dropped_oldest"))
+        self.peak = max(self.peak, len(self.ready))
+
+    @rule(age=st.integers(-2, 5))
+    def offer(self, age: int) -> None:
+        pack = Pack(self.current - age, self.next_name)
+        self.next_name += 1
+        self.queue.offer(pack, current_version=self.current)
+        self.ready.append(pack)
+        self.purge()
+        self.trim()
+
+    @rule(n=st.integers(0, 6))
+    def reserve(self, n: int) -> None:
+        reservation = self.queue.reserve(n, current_version=self.current)
+        self.purge()
+        assert (reservation is not None) == (len(self.ready) >= n)
+        if reservation is not None:
+            self.held.append((reservation, self.ready[:n]))
+            self.ready = self.ready[n:]
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def take(self) -> None:
+        reservation, packs = self.held.pop()
+        assert reservation.take() == packs
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        reservation, packs = self.held.pop()
+        reservation.release()
+        self.ready = packs + self.ready
+        self.trim()
+
+    @rule()
+    def advance(self) -> None:
+        self.current += 1
+
+    @invariant()
+    def agrees(self) -> None:
+        statistics = self.queue.statistics()
+        assert self.queue.peek_versions() == tuple(pack.version for pack in self.ready)
+        assert self.drops == self.expected_drops
+        assert statistics.depth == len(self.ready)
+        assert statistics.peak_depth == self.peak
+        assert statistics.dropped_stale == sum(reason == "dropped_stale" for _, reason in self.drops)
+        assert statistics.dropped_oldest == sum(reason == "dropped_oldest" for _, reason in self.drops)
+
+
+QueueAgainstAList.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestQueueAgainstAList = QueueAgainstAList.TestCase

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide, vector_length
+from swift_stage2.scheduling.step_plan import Channel, SkipReason
+
+NUM_SERVERS = 2
+flags = st.booleans()
+servers = st.tuples(flags, flags)
+facts_of_a_rank = st.builds(
+    RankFacts,
+    not_reserved=flags,
+    pipeline_failed=flags,
+    stop_requested=flags,
+    truncation_guard=flags,
+    evaluation_wanted=flags,
+    production_steps=st.integers(0, 50_000).map(lambda milli: milli / 1000),
+    servers_suspect=servers,
+    servers_answer_again=servers,
+)
+
+
+def reduce_max(*ranks: RankFacts) -> list[int]:
+    """What the all-reduce does."""
+    return [max(entries) for entries in zip(*(rank.encode() for rank in ranks), strict=True)]
+
+
+def gate(*ranks: RankFacts, num_servers: int = 0) -> GateOutcome:
+    return decide(reduce_max(*ranks), num_servers=num_servers)
+
+
+@given(ranks=st.lists(facts_of_a_rank, min_size=1, max_size=5))
+def test_the_maximum_says_what_any_rank_says(ranks: list[RankFacts]) -> None:
+    outcome = gate(*ranks, num_servers=NUM_SERVERS)
+    assert outcome.reserved_everywhere == all(not rank.not_reserved for rank in ranks)
+    for fact in ("pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted"):
+        assert getattr(outcome, fact) == any(getattr(rank, fact) for rank in ranks), fact
+    for server in range(NUM_SERVERS):
+        assert outcome.servers_suspect[server] == any(rank.servers_suspect[server] for rank in ranks)
+        assert outcome.servers_answer_again[server] == any(
+            rank.servers_answer_again[server] for rank in ranks
+        )
+    assert outcome.slowest_production_steps == max(rank.production_steps for rank in ranks)
+
+
+@given(facts=facts_of_a_rank)
+def test_the_length_depends_on_the_number_of_servers_only(facts: RankFacts) -> None:
+    vector = facts.encode()
+    assert len(vector) == vector_length(NUM_SERVERS)
+    assert all(type(entry) is int and entry >= 0 for entry in vector)
+
+
+def test_ranks_with_five_and_three_packs_both_run_a() -> None:
+    outcome = gate(RankFacts(), RankFacts(not_reserved=True))
+    plan = outcome.plan(wants_b=True)
+    assert (plan.channel, plan.skip_reason) == (Channel.A, SkipReason.NOT_ENOUGH_PACKS)
+    assert gate(RankFacts(), RankFacts()).plan(wants_b=True).channel is Channel.B
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (RankFacts(truncation_guard=True), SkipReason.TRUNCATION_GUARD),
+        (RankFacts(pipeline_failed=True), SkipReason.PIPELINE_FAILED),
+        (RankFacts(pipeline_failed=True, truncation_guard=True), SkipReason.PIPELINE_FAILED),
+    ],
+)
+def test_guard_and_failure_stop_b_even_with_packs_at_hand(facts: RankFacts, reason: SkipReason) -> None:
+    plan = gate(RankFacts(), facts).plan(wants_b=True)
+    assert (plan.channel, plan.skip_reason) == (Channel.A, reason)
+
+
+def test_suspect_servers_stop_b_only_when_packs_run_out() -> None:
+    suspect = RankFacts(servers_suspect=(True,), servers_answer_again=(False,))
+    assert gate(suspect, num_servers=1).plan(wants_b=True).channel is Channel.B
+    dry = gate(replace(suspect, not_reserved=True), num_servers=1)
+    assert dry.plan(wants_b=True).skip_reason is SkipReason.SERVERS_SUSPECT
+
+
+def test_one_proven_server_left_blames_the_queue() -> None:
+    facts = RankFacts(not_reserved=True, servers_suspect=(True, False), servers_answer_again=(False, False))
+    outcome = gate(facts, num_servers=2)
+    assert outcome.num_proven_servers == 1
+    assert outcome.skip_reason is SkipReason.NOT_ENOUGH_PACKS
+
+
+def test_the_slowest_rank_paces_all() -> None:
+    slow = RankFacts(production_steps=3.25, quick_production_steps=2.0)
+    fast = RankFacts(production_steps=0.5)
+    outcome = gate(slow, fast)
+    assert outcome.slowest_production_steps == 3.25
+    assert outcome.slowest_quick_production_steps == 2.0
+    assert gate(fast).slowest_quick_production_steps == 0.5
+
+
+def test_a_vector_for_other_servers_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 entries for 1 servers, got 7"):
+        decide(RankFacts().encode(), num_servers=1)
+    with pytest.raises(ValueError, match="one entry per server"):
+        RankFacts(servers_suspect=(True,))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.scheduling.outlook import Outlook
+from swift_stage2.scheduling.pacing_state import PacingState, PacksInMaking
+from swift_stage2.scheduling.round_forecast import RoundForecast, first_step_after
+
+AT_STEP_10 = PacingState(step=10, progress=0.25, current_version=5, last_commit_step=9, production_steps=3.0)
+
+
+@pytest.mark.parametrize(("position", "step"), [(3.0, 4), (3.99, 4), (4.0, 5), (-1.0, 0)])
+def test_a_step_starts_strictly_after_the_position(position: float, step: int) -> None:
+    assert first_step_after(position) == step
+
+
+@given(
+    rounds=st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True).map(sorted),
+    spacing=st.integers(1, 7),
+    step=st.integers(0, 80),
+)
+def test_a_forecast_counts_rounds_one_by_one(rounds: list[int], spacing: int, step: int) -> None:
+    run_at = set(rounds) | set(range(rounds[-1], 200, spacing))
+    expected = 100 + sum(at <= step for at in run_at)
+    assert RoundForecast(100, tuple(rounds), spacing).version_at(step) == expected
+
+
+def test_idle_rounds_follow_the_last_commit() -> None:
+    outlook = Outlook(AT_STEP_10, sync_every_steps=4, spacing=4)
+    assert outlook.rounds_if_idle() == RoundForecast(5, (13,), 4)
+
+
+def test_a_production_holds_the_round_until_it_ends() -> None:
+    outlook = Outlook(AT_STEP_10, sync_every_steps=1, spacing=1)
+    assert outlook.arrival == 14  # 10.25 + 3 ends within step 13
+    assert outlook.rounds_if_made(3.0) == RoundForecast(5, (14,), 1)
+    assert outlook.rounds_if_made(0.5) == RoundForecast(5, (11,), 1)
+
+
+def test_what_is_in_flight_holds_the_round_as_well() -> None:
+    state = replace(AT_STEP_10, making=(PacksInMaking(version=5, num_packs=2, age_steps=0.5),))
+    outlook = Outlook(state, sync_every_steps=1, spacing=1)
+    assert outlook.rounds_if_idle() == RoundForecast(5, (13,), 1)
+    assert list(outlook.packs_at_hand()) == [(13, 5), (13, 5)]
+
+
+def test_an_overdue_production_is_expected_at_once() -> None:
+    state = replace(AT_STEP_10, making=(PacksInMaking(version=5, num_packs=1, age_steps=99.0),))
+    assert list(Outlook(state, 1, 1).packs_at_hand()) == [(11, 5)]
+
+
+def test_a_post_asked_for_in_a_pending_round_starts_after_it() -> None:
+    outlook = Outlook(replace(AT_STEP_10, round_pending=True), sync_every_steps=2, spacing=2)
+    assert (outlook.start, outlook.version_at_start, outlook.arrival) == (11, 6, 15)
+    assert outlook.rounds_if_idle() == RoundForecast(5, (11,), 2)
+    # 11 + 3 may end just before step 14 starts (its round ages the packs) or just after (they arrive at 15).
+    assert outlook.rounds_if_made(3.0) == RoundForecast(5, (11, 14), 2)
+
+
+def test_rounds_are_held_by_the_slowest_rank_and_packs_arrive_at_the_own_pace() -> None:
+    state = replace(AT_STEP_10, production_steps=0.5, slowest_production_steps=6.0)
+    assert Outlook(state, 1, 1).arrival == 11
+    assert state.holding_pace.typical_steps == 6.0

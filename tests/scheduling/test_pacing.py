@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.scheduling.bresenham import next_wanted_step
+from swift_stage2.scheduling.pacing import (
+    Pacer,
+    PacingDecision,
+    PacingReason,
+    PacingState,
+    PacksInMaking,
+    max_prompts_in_flight,
+)
+
+# B is wanted at 3, 7, 11, …; a round precedes every step.
+PACER = Pacer(b_ratio=0.25, version_window=2, sync_every_steps=1, target_packs=4, packs_per_b_step=4)
+
+
+def after_round(
+    step: int, *, production_steps: float | None = 0.0, ready: tuple[int, ...] = ()
+) -> PacingState:
+    """Just after the start of ``step``; one round has run at every step, so version and step are equal."""
+    return PacingState(
+        step=step,
+        progress=0.1,
+        current_version=step,
+        last_commit_step=step,
+        ready_versions=ready,
+        production_steps=production_steps,
+        packs_per_production=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "num_packs", "reason"),
+    [(3, 0, "too_early"), (4, 0, "too_early"), (5, 4, "needed"), (6, 4, "needed"), (7, 0, "too_early")],
+)
+def test_instant_packs_are_made_within_the_window_of_their_step(
+    step: int, num_packs: int, reason: str
+) -> None:
+    assert PACER.decide(after_round(step)) == PacingDecision(num_packs, PacingReason(reason))
+
+
+@pytest.mark.parametrize(("window", "first"), [(1, 6), (2, 5), (3, 4), (4, 3)])
+def test_the_window_says_how_early(window: int, first: int) -> None:
+    pacer = replace(PACER, version_window=window)
+    made = [step for step in range(3, 7) if pacer.decide(after_round(step)).num_packs]
+    assert made == list(range(first, 7))
+
+
+def test_a_slow_production_starts_early_because_it_holds_the_rounds() -> None:
+    assert PACER.decide(after_round(3, production_steps=3.0)).num_packs == 4
+
+
+def test_too_late_for_one_step_and_too_early_for_the_next() -> None:
+    pacer = replace(PACER, b_ratio=0.1)  # wanted at 9, 19, …
+    assert pacer.decide(after_round(7, production_steps=3.0)).reason is PacingReason.TOO_EARLY
+    assert pacer.decide(after_round(4, production_steps=3.0)).num_packs == 4
+
+
+def test_last_call_when_quick_ones_would_age_but_typical_ones_would_be_late() -> None:
+    pacer = replace(PACER, b_ratio=0.1)
+    state = replace(after_round(2, production_steps=6.0), quick_production_steps=1.0)
+    assert pacer.decide(state) == PacingDecision(4, PacingReason.LAST_CALL)
+    assert (
+        pacer.decide(replace(after_round(1, production_steps=6.0), quick_production_steps=1.0)).num_packs == 0
+    )
+
+
+def test_fresh_packs_and_packs_in_the_making_count_and_stale_ones_do_not() -> None:
+    assert PACER.decide(after_round(6, ready=(5, 5, 5, 5))).reason is PacingReason.TARGET_MET
+    assert PACER.decide(after_round(6, ready=(4, 4, 5, 5))).num_packs == 2
+    making = (PacksInMaking(version=6, num_packs=3, age_steps=0.0),)
+    assert PACER.decide(replace(after_round(6), making=making)).num_packs == 1
+
+
+def test_a_second_step_is_served_only_where_packs_stay_fresh_so_long() -> None:
+    target_8 = replace(PACER, target_packs=8)
+    assert target_8.decide(after_round(6)).num_packs == 4
+    rare_rounds = replace(target_8, sync_every_steps=8)
+    assert rare_rounds.decide(after_round(6)).num_packs == 8
+
+
+def test_an_unmeasured_production_is_started_to_be_measured() -> None:
+    assert PACER.decide(after_round(0, production_steps=None)) == PacingDecision(4, PacingReason.NOT_MEASURED)
+
+
+def test_missed_steps_end_the_trust_in_the_forecast() -> None:
+    early = after_round(3)
+    assert PACER.decide(replace(early, missed_in_a_row=1)).num_packs == 0
+    assert PACER.decide(replace(early, missed_in_a_row=2)) == PacingDecision(4, PacingReason.CATCHING_UP)
+
+
+def test_no_channel_b_no_packs() -> None:
+    off = replace(PACER, b_ratio=0)
+    assert off.decide(after_round(3)) == PacingDecision(0, PacingReason.CHANNEL_B_OFF)
+    assert not off.is_starving(after_round(3))
+
+
+@pytest.mark.parametrize(
+    ("ready", "starving"), [((6, 6, 6, 6), False), ((6, 6, 6), True), ((4, 6, 6, 6), True), ((), True)]
+)
+def test_starving_means_fewer_fresh_packs_than_the_next_step_needs(
+    ready: tuple[int, ...], starving: bool
+) -> None:
+    assert PACER.is_starving(after_round(6, ready=ready)) is starving
+
+
+def test_the_verdict_names_rate_and_need_when_production_binds() -> None:
+    verdict = PACER.verdict(after_round(3, production_steps=6.0))
+    assert verdict.binds
+    assert (verdict.made_per_step, verdict.needed_per_step) == (pytest.approx(4 / 7), 1.0)
+    assert "production binds: 0.57 packs per step can be made, 1.00 are needed" in str(verdict)
+    assert "57%" in str(verdict)
+    assert PACER.decide(after_round(3, production_steps=6.0)).reason is PacingReason.PRODUCTION_BINDS
+    assert str(PACER.verdict(after_round(3, production_steps=2.0))).startswith("production keeps up")
+
+
+def test_a_slow_rank_elsewhere_binds_here_too() -> None:
+    assert PACER.verdict(replace(after_round(3), slowest_production_steps=6.0)).binds
+
+
+durations = st.one_of(st.none(), st.floats(0, 50))
+
+
+@given(
+    pacer=st.builds(
+        Pacer,
+        b_ratio=st.decimals("0.01", 1, places=2).map(float),
+        version_window=st.integers(0, 4),
+        sync_every_steps=st.integers(1, 8),
+        target_packs=st.integers(4, 12),
+        packs_per_b_step=st.integers(1, 4),
+    ),
+    state=st.builds(
+        PacingState,
+        step=st.integers(20, 60),
+        progress=st.floats(0, 0.99),
+        current_version=st.integers(5, 10),
+        last_commit_step=st.integers(10, 20),
+        round_pending=st.booleans(),
+        ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
+        making=st.lists(
+            st.builds(PacksInMaking, st.integers(4, 10), st.integers(1, 8), st.floats(0, 60)), max_size=2
+        ).map(tuple),
+        production_steps=durations,
+        slowest_production_steps=st.floats(0, 50),
+        packs_per_production=st.integers(1, 8),
+        missed_in_a_row=st.integers(0, 3),
+    ),
+)
+def test_always_answers_within_the_target_and_never_refuses_for_good(
+    pacer: Pacer, state: PacingState
+) -> None:
+    decision = pacer.decide(state)
+    assert 0 <= decision.num_packs <= pacer.target_packs
+    empty = replace(state, ready_versions=(), making=(), missed_in_a_row=2)
+    assert pacer.decide(empty).num_packs > 0
+
+
+def test_a_huge_step_and_a_huge_duration_are_answered_at_once() -> None:
+    step = 10**12
+    assert next_wanted_step(step, 0.25) is not None
+    assert PACER.decide(after_round(step, production_steps=1e9)).num_packs == 4
+
+
+@pytest.mark.parametrize(
+    ("per_server", "proven", "world_size", "share"),
+    [(16, 1, 1, 16), (16, 2, 3, 10), (16, 1, 32, 1), (16, 0, 4, 1)],
+)
+def test_each_rank_gets_its_share_of_the_servers(
+    per_server: int, proven: int, world_size: int, share: int
+) -> None:
+    assert max_prompts_in_flight(per_server, proven, world_size) == share
+
+
+def test_a_share_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=0"):
+        max_prompts_in_flight(16, 1, 0)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.scheduling.starvation import StarvationVerdict, StarvationWatch
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+
+A = StepPlan(Channel.A)
+B = StepPlan(Channel.B)
+DRY = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)
+GUARDED = StepPlan(Channel.A, SkipReason.TRUNCATION_GUARD)
+
+
+def verdicts(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, StarvationVerdict]]:
+    watch = StarvationWatch(grace_steps)
+    seen = ((step, watch.observe(plan)) for step, plan in enumerate(plans))
+    return [(step, verdict) for step, verdict in seen if verdict is not None]
+
+
+def test_a_run_without_b_is_told_once_per_grace() -> None:
+    told = verdicts(8, [A, A, A, DRY] * 6)
+    assert [step for step, _ in told] == [7, 15, 23]
+    assert told[0][1] == StarvationVerdict(8, 2, 0, SkipReason.NOT_ENOUGH_PACKS)
+
+
+def test_half_is_enough_and_less_is_not() -> None:
+    assert verdicts(4, [B, DRY, B, DRY]) == []
+    assert [step for step, _ in verdicts(6, [B, DRY, B, DRY, A, DRY])] == [5]
+
+
+def test_names_the_most_frequent_cause() -> None:
+    [(_, verdict)] = verdicts(5, [GUARDED, DRY, GUARDED, A, GUARDED])
+    assert verdict.cause is SkipReason.TRUNCATION_GUARD
+    assert "0 of 4 wanted steps among the last 5" in str(verdict)
+    assert "truncation_guard" in str(verdict)
+
+
+def test_starvation_after_a_long_healthy_run_shows_within_one_grace() -> None:
+    told = verdicts(20, [A, B] * 5000 + [A, DRY] * 10)
+    assert told
+    assert told[0][0] < 10_000 + 20
+
+
+def test_a_schedule_that_wants_no_b_does_not_starve() -> None:
+    assert verdicts(3, [A] * 50) == []
+
+
+@given(plans=st.lists(st.sampled_from([A, B, DRY, GUARDED]), max_size=80), grace=st.integers(1, 12))
+def test_agrees_with_a_recount_of_the_window(plans: list[StepPlan], grace: int) -> None:
+    expected, since = [], 0
+    for step in range(len(plans)):
+        window = plans[max(since, step + 1 - grace) : step + 1]
+        ran, wanted = sum(p == B for p in window), sum(p.wanted_b for p in window)
+        if len(window) == grace and 2 * ran < wanted:
+            expected.append((step, wanted, ran))
+            since = step + 1
+    assert [(step, v.num_wanted, v.num_run) for step, v in verdicts(grace, plans)] == expected
+
+
+def test_refuses_a_grace_of_no_steps() -> None:
+    with pytest.raises(ValueError, match="got grace_steps=0"):
+        StarvationWatch(0)

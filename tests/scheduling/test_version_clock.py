@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+
+
+def test_advances_by_one_from_where_it_starts() -> None:
+    clock = VersionClock(current=41)
+    assert clock.advance() == 42
+    assert clock.current == 42
+
+
+@pytest.mark.parametrize(
+    ("version", "window", "fresh"),
+    [(3, 0, True), (2, 0, False), (1, 2, True), (0, 2, False), (4, 0, True), (0, 3, True)],
+)
+def test_fresh_means_within_the_window_or_ahead(version: int, window: int, fresh: bool) -> None:
+    assert VersionClock(current=3).is_fresh(version, window) is fresh
+    assert is_fresh(version, current=3, window=window) is fresh
+
+
+def test_no_advance_is_lost_between_threads() -> None:
+    clock = VersionClock()
+    start = threading.Barrier(4)
+    seen: list[list[int]] = [[] for _ in range(4)]
+
+    def advance(mine: list[int]) -> None:
+        start.wait(timeout=10)
+        mine.extend(clock.advance() for _ in range(500))
+
+    threads = [threading.Thread(target=advance, args=(mine,)) for mine in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert sorted(version for mine in seen for version in mine) == list(range(1, 2001))
+    assert clock.current == 2000
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="got current=-1"):
+        VersionClock(current=-1)
+    with pytest.raises(ValueError, match="got window=-1"):
+        VersionClock().is_fresh(0, -1)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from swift_stage2.errors import FenceShutDown, TicketTimeout
+from swift_stage2.fence import InferFence
+
+LONG_S = 20.0  # a deadline that no passing test reaches
+
+
+class WatchedFence(InferFence):
+    """Says when a thread has begun to wait, so that tests order threads without sleeping."""
+
+    def __init__(self, version: int = 0, *, start_closed: bool = False) -> None:
+        super().__init__(version, start_closed=start_closed)
+        self.waiting = threading.Semaphore(0)
+        wait = self._condition.wait
+
+        def announced_wait(timeout: float | None = None) -> bool:
+            self.waiting.release()
+            return wait(timeout)
+
+        self._condition.wait = announced_wait  # type: ignore[method-assign]
+
+    def expect_waiter(self) -> None:
+        assert self.waiting.acquire(timeout=LONG_S), "nobody began to wait"
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Future[Any]]]:
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield pool.submit
+
+
+@contextmanager
+def post_in_flight(fence: InferFence) -> Iterator[Callable[[], None]]:
+    """Hold a ticket; the yielded call ends the POST."""
+    holder = fence.ticket(timeout_s=LONG_S)
+    holder.__enter__()
+    ended = threading.Event()
+
+    def end() -> None:
+        if not ended.is_set():
+            ended.set()
+            holder.__exit__(None, None, None)
+
+    yield end
+    end()
+
+
+def version_of_next_ticket(fence: InferFence) -> int:
+    with fence.ticket(timeout_s=LONG_S) as ticket:
+        return ticket.version
+
+
+def test_an_open_fence_gives_tickets_of_its_version() -> None:
+    fence = InferFence(version=7)
+    with fence.ticket(timeout_s=0) as first, fence.ticket(timeout_s=0) as second:
+        assert (first.version, second.version) == (7, 7)
+        assert fence.in_flight == 2
+    assert fence.in_flight == 0
+
+
+def test_a_ticket_is_returned_when_its_call_raises() -> None:
+    fence = InferFence()
+    with pytest.raises(ZeroDivisionError), fence.ticket(timeout_s=0):
+        raise ZeroDivisionError
+    assert fence.close(timeout_s=0)
+
+
+def test_close_waits_for_the_post_and_newcomers_get_the_new_version(
+    background: Callable[..., Future[Any]],
+) -> None:
+    fence = WatchedFence(version=1)
+    with post_in_flight(fence) as end_post:
+        closing = background(fence.close, timeout_s=LONG_S)
+        fence.expect_waiter()
+        newcomer = background(version_of_next_ticket, fence)
+        fence.expect_waiter()
+        assert not closing.done()
+        end_post()
+        assert closing.result(timeout=LONG_S) is True
+        assert not newcomer.done()
+        assert fence.in_flight == 0
+    fence.reopen(2)
+    assert newcomer.result(timeout=LONG_S) == 2
+
+
+def test_a_close_that_runs_out_of_time_leaves_the_fence_closed() -> None:
+    fence = InferFence()
+    with post_in_flight(fence) as end_post:
+        assert fence.close(timeout_s=0.01) is False
+        assert not fence.is_open
+        with pytest.raises(TicketTimeout, match=r"timeout_s=0\.01"):
+            fence.ticket(timeout_s=0.01).__enter__()
+        assert fence.close(timeout_s=0) is False
+        end_post()
+    assert fence.close(timeout_s=0) is True
+    fence.reopen(1)
+    assert version_of_next_ticket(fence) == 1
+
+
+def test_close_now_never_waits() -> None:
+    fence = WatchedFence()
+    with post_in_flight(fence):
+        assert fence.close_now() is False
+        assert not fence.waiting.acquire(blocking=False)
+
+
+def test_a_fence_may_reopen_while_a_post_is_still_running() -> None:
+    fence = InferFence(version=3)
+    with post_in_flight(fence):
+        assert not fence.close(timeout_s=0)
+        fence.reopen(3)
+        assert version_of_next_ticket(fence) == 3
+
+
+def test_reopening_ends_a_close_that_still_waits(background: Callable[..., Future[Any]]) -> None:
+    fence = WatchedFence()
+    with post_in_flight(fence):
+        closing = background(fence.close, timeout_s=LONG_S)
+        fence.expect_waiter()
+        fence.reopen(1)
+        assert closing.result(timeout=LONG_S) is False
+    assert fence.is_open
+
+
+def test_a_fence_may_start_closed() -> None:
+    fence = InferFence(start_closed=True)
+    assert not fence.is_open
+    with pytest.raises(TicketTimeout):
+        fence.ticket(timeout_s=0).__enter__()
+    fence.reopen(0)
+    assert version_of_next_ticket(fence) == 0
+
+
+def test_shutdown_wakes_every_waiter(background: Callable[..., Future[Any]]) -> None:
+    fence = WatchedFence()
+    with post_in_flight(fence):
+        closing = background(fence.close, timeout_s=LONG_S)
+        fence.expect_waiter()
+        asking = [background(version_of_next_ticket, fence) for _ in range(3)]
+        for _ in asking:
+            fence.expect_waiter()
+        fence.shutdown()
+        for asker in asking:
+            with pytest.raises(FenceShutDown):
+                asker.result(timeout=1)
+        assert closing.result(timeout=1) is False
+
+
+def test_after_shutdown_nothing_opens_again() -> None:
+    fence = InferFence()
+    fence.shutdown()
+    fence.shutdown()
+    with pytest.raises(FenceShutDown):
+        fence.ticket(timeout_s=LONG_S).__enter__()
+    with pytest.raises(FenceShutDown):
+        fence.round_ticket().__enter__()
+    with pytest.raises(FenceShutDown):
+        fence.reopen(1)
+    assert fence.close(timeout_s=LONG_S) is True
+
+
+def test_a_round_ticket_needs_a_closed_and_drained_fence(background: Callable[..., Future[Any]]) -> None:
+    fence = WatchedFence(version=4)
+    with pytest.raises(TicketTimeout):
+        fence.round_ticket().__enter__()
+    with post_in_flight(fence) as end_post:
+        fence.close(timeout_s=0)
+        with pytest.raises(TicketTimeout, match="closed and drained"):
+            fence.round_ticket().__enter__()
+        holder = fence.round_ticket(timeout_s=LONG_S)
+        entering = background(holder.__enter__)
+        fence.expect_waiter()
+        end_post()
+        assert entering.result(timeout=LONG_S).version == 4
+    assert fence.close(timeout_s=0) is False, "the canary is in flight"
+    with fence.round_ticket() as second:
+        assert second.version == 4
+    holder.__exit__(None, None, None)
+    assert fence.close(timeout_s=0) is True
+
+
+def test_a_holder_covers_one_call() -> None:
+    holder = InferFence().ticket(timeout_s=0)
+    with holder:
+        with pytest.raises(RuntimeError, match="one ticket covers one call"):
+            holder.__enter__()
+
+
+def test_a_holder_that_never_entered_leaves_nothing_behind() -> None:
+    fence = InferFence()
+    fence.ticket(timeout_s=LONG_S)
+    assert fence.in_flight == 0
+
+
+@pytest.mark.parametrize("timeout_s", [None, -1.0, math.inf, math.nan])
+def test_no_wait_without_a_deadline(timeout_s: Any) -> None:
+    fence = InferFence()
+    for ask in (fence.ticket, fence.round_ticket, fence.close):
+        with pytest.raises(ValueError, match="finite deadline"):
+            ask(timeout_s=timeout_s)
+    assert fence.is_open
+
+
+def test_versions_only_grow() -> None:
+    fence = InferFence(version=5)
+    fence.close(timeout_s=0)
+    with pytest.raises(ValueError, match="got version=4 after 5"):
+        fence.reopen(4)
+    assert not fence.is_open
+
+
+def test_no_call_of_an_old_version_runs_inside_a_round(background: Callable[..., Future[Any]]) -> None:
+    """Many pipelines against many rounds: what a ticket says is what the weights are, for as long as it is held."""
+    fence = InferFence()
+    weights = [0]
+    num_rounds, stop = 60, threading.Event()
+    mismatches: list[tuple[int, int]] = []
+
+    def infer() -> int:
+        calls = 0
+        while not stop.is_set():
+            with fence.ticket(timeout_s=LONG_S) as ticket:
+                before = weights[0]
+                calls += 1
+                if not before == ticket.version == weights[0]:
+                    mismatches.append((ticket.version, weights[0]))
+        return calls
+
+    pipelines = [background(infer) for _ in range(4)]
+    for version in range(1, num_rounds + 1):
+        assert fence.close(timeout_s=LONG_S)
+        weights[0] = version
+        fence.reopen(version)
+        version_of_next_ticket(fence)
+    stop.set()
+    assert sum(pipeline.result(timeout=LONG_S) for pipeline in pipelines) > 0
+    assert mismatches == []
