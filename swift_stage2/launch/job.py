@@ -63,11 +63,11 @@ class Job:
         self._signals.wait(_POLL_S)
         self._pump()
 
-    def end_abandoned(self, tree: ProcessTree) -> None:
+    def end_abandoned(self, tree: ProcessTree, *, at_once: bool = False) -> None:
         """Ends what a killed warden left: its tree is below the launcher now."""
         if tree.was_abandoned:
             wardens = {other.pid for other in self._trees if other.poll() is None}
-            patience_s = min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
+            patience_s = 0.0 if at_once else min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
             end_descendants(patience_s, spare=self._spare | wardens)
 
     def say(self, text: str) -> None:
@@ -88,4 +88,4 @@ class Job:
             if time.monotonic() >= deadline or self._signals.count > signals_before:
                 self.say(f"{tree.command.name} is killed before it has ended in order")
                 tree.kill_warden()
-        self.end_abandoned(tree)
+        self.end_abandoned(tree, at_once=self._signals.count > signals_before)

@@ -1,0 +1,121 @@
+"""The configuration becomes commands, environments and devices."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.binding import bind
+from swift_stage2.errors import ConfigError
+from swift_stage2.launch.plan import EXIT_STATUS_FILE, plan_launch
+
+OUTER = {
+    "PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+}  # fmt: skip
+
+
+def config(**sections: Any) -> Stage2Config:
+    data: dict[str, Any] = {
+        "swift": {"model": "stage1", "output_dir": "/runs/a"},
+        "stage2_ab": {"schedule": {"b_ratio": 0.25}},
+        "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000"}]},
+    }
+    return bind(Stage2Config, data | sections)
+
+
+def servers(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "servers": list(entries),
+        "learner": {"nproc_per_node": 2, "devices": [0, 1], "shutdown_timeout_s": 77},
+    }
+
+
+def test_the_learner_is_torchrun_with_our_grace() -> None:
+    plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), OUTER)
+    argv = plan.learner.argv
+    assert argv[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
+    assert "--nproc-per-node=2" in argv
+    assert "--shutdown-timeout=77" in argv
+    assert argv[-4:] == ("-m", "swift_stage2", "train", "/c/run.yaml")
+    assert plan.learner.grace_s > 77
+    assert plan.log_dir == Path("/runs/a/logs")
+    assert plan.learner.environment[EXIT_STATUS_FILE] == str(plan.exit_status_file)
+
+
+def test_every_process_sees_its_own_devices_and_nothing_of_an_outer_launcher() -> None:
+    plan = plan_launch(config(launch=servers({"devices": [2, 3]})), Path("run.yaml"), OUTER)
+    (server,) = plan.servers
+    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert server.command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    for command in (plan.learner, server.command):
+        assert command.environment["PATH"] == "/bin"
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "NPROC_PER_NODE"} & set(command.environment)
+
+
+def test_no_devices_means_no_gpu() -> None:
+    plan = plan_launch(config(launch={"servers": [{}]}), Path("run.yaml"), OUTER)
+    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_stock_server_gets_model_place_token_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
+    entry = {"engine": "swift", "args": {"vllm_data_parallel_size": 3, "vllm_enforce_eager": True}}
+    plan = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER)
+    assert plan.servers[0].command.argv[2:] == (
+        "-m", "swift.cli.rollout", "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
+        "--api_key", "hush", "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
+    )  # fmt: skip
+
+
+def test_our_server_gets_the_name_of_the_token_and_never_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
+    entry = {"engine": "transformers", "model": "other", "args": {"max-batch-size": 8}}
+    argv = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0].command.argv
+    assert argv[2:] == (
+        "-m", "swift_stage2", "rollout", "--engine", "transformers", "other", "--host", "127.0.0.1", "--port", "8000",
+        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--max-batch-size", "8",
+    )  # fmt: skip
+
+
+def test_servers_that_run_elsewhere_are_not_started() -> None:
+    assert plan_launch(config(), Path("run.yaml"), OUTER).servers == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_ranks", "message"),
+    [
+        (
+            {"swift": {"model": "m"}},
+            None,
+            r"swift\.output_dir must name the run directory, got output_dir=None",
+        ),
+        (
+            {"swift": {"output_dir": "o"}, "launch": {"servers": [{}]}},
+            None,
+            r"launch\.servers\[0\] needs a model",
+        ),
+        ({"launch": servers({})}, 3, r"nproc_per_node=3 devices=\[0, 1\]"),
+        ({}, 0, "nproc_per_node=0"),
+    ],
+)
+def test_plans_that_cannot_be_carried_out_are_refused(
+    sections: dict[str, Any], num_ranks: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_launch(config(**sections), Path("run.yaml"), OUTER, num_ranks)
+
+
+def test_the_example_for_eight_gpus_gives_every_gpu_to_one_process() -> None:
+    file = Path(__file__).parents[2] / "configs" / "qwen2_5_vl_2_learner_6_rollout.yaml"
+    plan = plan_launch(load_config(file), file, OUTER)
+    commands = [plan.learner, *(server.command for server in plan.servers)]
+    devices = [
+        device for command in commands for device in command.environment["CUDA_VISIBLE_DEVICES"].split(",")
+    ]
+    assert sorted(devices) == list("01234567")

@@ -1,0 +1,73 @@
+"""Ports are checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from swift_stage2.config import ServerConfig
+from swift_stage2.errors import ConfigError
+from swift_stage2.launch.plan import PlannedServer
+from swift_stage2.launch.ports import refuse_busy_ports
+from swift_stage2.launch.process_tree import Command
+
+
+def planned(base_url: str, group_port: int) -> PlannedServer:
+    command = Command(name="server1", argv=("x",), environment={}, grace_s=1.0)
+    return PlannedServer(
+        command=command,
+        address=ServerConfig(base_url=base_url, group_port=group_port),
+        key="rollout.servers[1]",
+    )
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_free_ports_pass() -> None:
+    refuse_busy_ports([planned(f"http://127.0.0.1:{unused_port()}", unused_port())])
+
+
+def test_a_busy_http_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_busy_ports([planned(f"http://127.0.0.1:{busy_port}", unused_port())])
+    message = str(caught.value)
+    for part in (f"port={busy_port}", "rollout.servers[1].base_url", f"process {os.getpid()}"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_busy_group_port_is_named_with_its_key(busy_port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"port={busy_port} .*change rollout\.servers\[1\]\.group_port"):
+        refuse_busy_ports([planned(f"http://127.0.0.1:{unused_port()}", busy_port)])
+
+
+def test_a_port_whose_last_connection_just_closed_is_free() -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            accepted, _ = listener.accept()
+            accepted.close()  # this side closes first and keeps the address for a while
+    refuse_busy_ports([planned(f"http://127.0.0.1:{port}", unused_port())])
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"this machine only.*host='192\.0\.2\.1'"):
+        refuse_busy_ports([planned("http://192.0.2.1:8000", 8001)])

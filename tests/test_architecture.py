@@ -1,0 +1,102 @@
+"""Rules of the source that import-linter cannot express, checked on the syntax tree of every file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "swift_stage2"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Methods that wait, and how many positional arguments come before their timeout.
+WAITING_METHODS = {
+    "get": 1,
+    "put": 2,
+    "join": 0,
+    "wait": 0,
+    "wait_for": 1,
+    "acquire": 1,
+    "recv": 0,
+    "result": 0,
+    "communicate": 1,
+}
+KNOWS_SWIFT = {"trainer.py", "channel_b/encoding.py"}
+KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/")
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def waits_for_ever(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines that call a waiting method without any bound."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        method = node.func.attr
+        bounded = any(
+            keyword.arg in ("timeout", "timeout_s", "blocking", "block") for keyword in node.keywords
+        )
+        if method in WAITING_METHODS and not node.args and not bounded:
+            yield node.lineno, method
+
+
+def test_the_rule_about_waits_finds_what_it_looks_for() -> None:
+    code = "q.get()\nt.join()\nd.get('key')\n','.join(words)\ne.wait(timeout=1)\nlock.acquire(timeout=2)\nf.result()\n"
+    assert list(waits_for_ever(ast.parse(code))) == [(1, "get"), (2, "join"), (7, "result")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_no_wait_is_without_a_deadline(file: Path) -> None:
+    assert list(waits_for_ever(ast.parse(file.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if name_of(file) != "collectives.py"], ids=name_of)
+def test_only_collectives_imports_torch_distributed(file: Path) -> None:
+    names = [
+        name
+        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
+        if name.startswith("torch.distributed")
+    ]
+    assert names == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_a_few_places_know_ms_swift(file: Path) -> None:
+    if name_of(file) in KNOWS_SWIFT or name_of(file).startswith(KNOWS_SWIFT_FOLDERS):
+        return
+    names = [
+        name
+        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
+        if name.split(".")[0] == "swift"
+    ]
+    assert names == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_the_top_of_a_thread_catches_everything(file: Path) -> None:
+    """``except Exception`` says which top it is in a comment on its line."""
+    source = file.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler) and (
+            node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+        ):
+            assert "#" in lines[node.lineno - 1], f"line {node.lineno}: say why everything is caught here"
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    empty = {"utils", "common", "helpers", "types", "misc", "manager"}
+    assert [name_of(file) for file in FILES if file.stem in empty or file.parent.name in empty] == []

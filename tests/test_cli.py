@@ -1,0 +1,164 @@
+"""The command line: what it lists, exit statuses, one line for a user's mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from swift_stage2 import __version__, cli
+from swift_stage2.errors import DatasetError, Stage2Error
+
+COMMANDS = ("train", "launch", "rollout", "demo", "bench")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swift_stage2", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ) | environment,
+    )
+
+
+@pytest.fixture
+def valid(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    return file
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A trainer that needs no model, in the real one's place."""
+    module = types.ModuleType("swift_stage2.trainer")
+    monkeypatch.setitem(sys.modules, "swift_stage2.trainer", module)
+    return module
+
+
+def test_help_lists_the_commands() -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for name in COMMANDS:
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli._OWN_PARSER))
+def test_every_listed_command_has_a_module(name: str) -> None:
+    module, _ = cli._OWN_PARSER[name]
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"swift-stage2 {__version__}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("trian",), ("train",), ("launch", "x.yaml", "--nproc-per-node", "two")]
+)
+def test_a_wrong_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert "usage: swift-stage2" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_refused_configuration_is_one_line_and_writes_nothing(tmp_path: Path, command: str) -> None:
+    (tmp_path / "bad.yaml").write_text("stage2_ab: {schedule: {b_ratoi: 0.5}}\n")
+    result = run(command, str(tmp_path / "bad.yaml"))
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "did you mean 'b_ratio'" in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_a_user_error_of_several_lines_is_told_on_one(
+    valid: Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config_path: str) -> int:
+        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
+
+    trainer.train = train  # type: ignore[attr-defined]
+    assert cli.main(["train", str(valid)]) == 2
+    assert capsys.readouterr().err == "swift-stage2: error: every line must be JSON, got line=7; mend it\n"
+
+
+def test_an_error_that_is_not_the_users_keeps_its_traceback(valid: Path, trainer: types.ModuleType) -> None:
+    def train(config_path: str) -> int:
+        raise Stage2Error("a fault of ours")
+
+    trainer.train = train  # type: ignore[attr-defined]
+    with pytest.raises(Stage2Error, match="a fault of ours"):
+        cli.main(["train", str(valid)])
+
+
+@pytest.mark.parametrize(("status", "left"), [(0, None), (7, "7")])
+def test_train_leaves_its_status_for_the_launcher(
+    tmp_path: Path,
+    valid: Path,
+    trainer: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    left: str | None,
+) -> None:
+    file = tmp_path / "status"
+    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
+    trainer.train = lambda config_path: status  # type: ignore[attr-defined]
+    assert cli.main(["train", str(valid)]) == status
+    assert (file.read_text() if file.exists() else None) == left
+
+
+def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Path, valid: Path) -> None:
+    code = (
+        "import sys, threading, types\n"
+        "from swift_stage2 import cli\n"
+        "module = types.ModuleType('swift_stage2.trainer')\n"
+        "module.train = lambda config_path: threading.Thread(target=threading.Event().wait).start() or 70\n"
+        "sys.modules[module.__name__] = module\n"
+        f"sys.exit(cli.main(['train', {str(valid)!r}]))\n"
+    )
+    status_file = tmp_path / "status"
+    environment = dict(os.environ) | {"SWIFT_STAGE2_EXIT_STATUS_FILE": str(status_file)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 70
+    assert status_file.read_text() == "70"
+
+
+def test_the_first_rank_that_fails_has_the_say(
+    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "status"
+    file.write_text("2")
+    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
+    trainer.train = lambda config_path: 1  # type: ignore[attr-defined]
+    cli.main(["train", str(valid)])
+    assert file.read_text() == "2"
+
+
+def test_ctrl_c_exits_with_130(valid: Path, trainer: types.ModuleType) -> None:
+    def train(config_path: str) -> int:
+        raise KeyboardInterrupt
+
+    trainer.train = train  # type: ignore[attr-defined]
+    assert cli.main(["train", str(valid)]) == 130
+
+
+def test_commands_with_a_parser_of_their_own_get_their_arguments_untouched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[str]] = []
+    module = types.ModuleType("swift_stage2.rollout_server.app")
+
+    def serve(argv: list[str]) -> int:
+        seen.append(argv)
+        return 5
+
+    module.main = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.app", module)
+    assert cli.main(["rollout", "--engine", "transformers", "MODEL", "--help"]) == 5
+    assert seen == [["--engine", "transformers", "MODEL", "--help"]]
