@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class AuditLog:
         self._num_lost = 0
         self._closed = path is None
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **values: Any) -> None:
         """Append a record. Values may be numbers, text, enums, paths, records, and containers of them."""
         if self._closed:
             return
@@ -62,7 +62,7 @@ class AuditLog:
                 if self._num_lost:
                     self._append(self._line(GAP, {"records_lost": self._num_lost}))
                     self._num_lost = 0
-                self._append(self._line(kind, fields))
+                self._append(self._line(kind, values))
             except OSError as error:
                 self._num_lost += 1
                 self._warning.report(self._path, error)
@@ -79,8 +79,8 @@ class AuditLog:
             except OSError as error:
                 self._warning.report(self._path, error)
 
-    def _line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        record = {"kind": kind, "time": self._now(), "rank": self._rank, **fields}
+    def _line(self, kind: str, values: Mapping[str, Any]) -> bytes:
+        record = {"kind": kind, "time": self._now(), "rank": self._rank, **values}
         return json.dumps(to_json(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
     def _append(self, line: bytes) -> None:
@@ -139,7 +139,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_json(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return to_json(asdict(value))
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 

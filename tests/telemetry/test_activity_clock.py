@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,26 +40,36 @@ def test_activities_add_up_to_wall_time_exactly(
     assert sum(clock.totals_ns().values()) == clock.wall_ns == ticks.now_ns - start
 
 
-trees = st.recursive(
-    st.just([]), lambda inner: st.lists(st.tuples(activities, inner), max_size=3), max_leaves=12
+@dataclass(frozen=True)
+class Block:
+    """One activity and the blocks inside it."""
+
+    activity: Activity
+    inner: tuple[Block, ...] = ()
+
+
+blocks = st.recursive(
+    st.builds(Block, activities),
+    lambda inner: st.builds(Block, activities, st.lists(inner, max_size=3).map(tuple)),
+    max_leaves=12,
 )
 
 
-@given(trees)
-def test_nested_blocks_return_to_the_outer_activity(tree: list[tuple[Activity, list]]) -> None:  # type: ignore[type-arg]
+@given(blocks)
+def test_nested_blocks_return_to_the_outer_activity(tree: Block) -> None:
     ticks = Ticks()
     clock = ActivityClock(ticks)
     expected = dict.fromkeys(Activity, 0)
 
-    def run(inner: list[tuple[Activity, list]], outer: Activity) -> None:  # type: ignore[type-arg]
-        ticks.now_ns += 1
-        expected[outer] += 1
-        for activity, children in inner:
-            with clock.activity(activity):
-                run(children, activity)
-            assert clock.current is outer
-            ticks.now_ns += 10
-            expected[outer] += 10
+    def run(block: Block, outer: Activity) -> None:
+        with clock.activity(block.activity):
+            ticks.now_ns += 1
+            expected[block.activity] += 1
+            for child in block.inner:
+                run(child, block.activity)
+        assert clock.current is outer
+        ticks.now_ns += 10
+        expected[outer] += 10
 
     run(tree, Activity.OTHER)
     assert clock.totals_ns() == expected

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,14 +34,20 @@ def test_every_rank_reads_sums_minima_and_maxima(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 5))
     ranks = [Counters() for _ in range(world_size)]
     drawn = {m.name: data.draw(st.lists(values, min_size=world_size, max_size=world_size)) for m in GAUGES}
-    counts = {m.name: data.draw(st.integers(0, 10**6)) for m in SUMMED}
+    offset = data.draw(st.integers(0, 10**6))
+    counts = {m.name: offset + place for place, m in enumerate(SUMMED)}
     for index, rank in enumerate(ranks):
         for name, column in drawn.items():
             rank.set(name, column[index])
         for name, count in counts.items():
             rank.add(name, count + index)
     views = merge(ranks)
-    oracle = {Merge.SUM: sum, Merge.MIN: min, Merge.MAX: max, Merge.SAME: max}
+    oracle: dict[Merge, Callable[[list[int]], int]] = {
+        Merge.SUM: sum,
+        Merge.MIN: min,
+        Merge.MAX: max,
+        Merge.SAME: max,
+    }
     for metric in GAUGES:
         present = [value for value in drawn[metric.name] if value is not None]
         expected = oracle[metric.merge](present) if present else None

@@ -23,9 +23,12 @@ PLAN_TAGS = {
 }
 
 
+def table_tags() -> list[str]:
+    return [metric.tag for metric in METRICS if metric.tag is not None] + [ratio.tag for ratio in RATIOS]
+
+
 def declared_tags() -> set[str]:
-    tables = {item.tag for item in (*METRICS, *RATIOS) if item.tag is not None}
-    return tables | PLAN_TAGS | {f"time/learner_{name}" for name in (*Activity, "wall")}
+    return set(table_tags()) | PLAN_TAGS | {f"time/learner_{name}" for name in (*Activity, "wall")}
 
 
 def test_the_parser_s_reasons_are_declared() -> None:
@@ -46,8 +49,7 @@ def test_the_queue_s_drop_reasons_are_declared() -> None:
 
 
 def test_no_two_numbers_share_a_tag() -> None:
-    tags = [item.tag for item in (*METRICS, *RATIOS) if item.tag is not None]
-    assert len(tags) == len(set(tags))
+    assert len(table_tags()) == len(set(table_tags()))
 
 
 def test_ratios_divide_declared_counters() -> None:

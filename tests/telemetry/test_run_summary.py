@@ -79,10 +79,7 @@ def test_activities_add_up_on_every_rank(run_dir: Path) -> None:
 
 
 def test_the_table_shows_it(run_dir: Path) -> None:
-    console = Console(width=120, record=True, file=None, quiet=False)
-    with console.capture() as capture:
-        console.print(summary_table(summarise(run_dir / "audit")))
-    shown = capture.get()
+    shown = _text(summarise(run_dir / "audit"))
     for text in (
         "B skipped: servers_suspect",
         "2 (50%)",
@@ -102,8 +99,6 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
         telemetry.close()
     summary = summarise(tmp_path / "audit")
     assert summary.num_disagreements == 1
-    with Console(width=120).capture() as _:
-        pass
     assert _text(summary).count("plans that differ between ranks") == 1
 
 
