@@ -79,13 +79,12 @@ class Job:
             follower.pump()
 
     def _end(self, tree: ProcessTree) -> None:
-        """Asks, waits for the grace, kills; one more signal meanwhile cuts the grace short."""
+        """Asks, waits for the grace, kills; a second signal cuts the grace short."""
         tree.ask_to_end()
-        signals_before = self._signals.count
         deadline = time.monotonic() + tree.command.grace_s + _WARDEN_MARGIN_S
         while tree.poll() is None:
             self.step()
-            if time.monotonic() >= deadline or self._signals.count > signals_before:
+            if time.monotonic() >= deadline or self._signals.wants_haste:
                 self.say(f"{tree.command.name} is killed before it has ended in order")
                 tree.kill_warden()
-        self.end_abandoned(tree, at_once=self._signals.count > signals_before)
+        self.end_abandoned(tree, at_once=self._signals.wants_haste)

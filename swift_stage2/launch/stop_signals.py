@@ -17,12 +17,12 @@ class StopSignals:
 
     Attributes:
         received: number of the first signal, None until there is one.
-        count: signals so far; a second one asks for haste.
+        wants_haste: whether a second one came.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.count = 0
+        self.wants_haste = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -48,6 +48,7 @@ class StopSignals:
             os.read(self._read_end, 4096)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
         if self.received is None:
             self.received = number
+        else:
+            self.wants_haste = True
