@@ -153,5 +153,19 @@ def test_a_probe_that_times_out_proves_nothing_either_way() -> None:
     assert (plan.quarantined, plan.server_fault, plan.accused) == ({}, None, (0,))
 
 
+def test_every_probe_has_a_retry_of_its_own() -> None:
+    plan = RequestPlan(2)
+    ends = {
+        Piece((0,), is_retry=True): PostEnd.ERROR_ANSWER,
+        Piece((), is_retry=True): PostEnd.ANSWERED,
+    }
+    asked: list[Piece] = []
+    while (piece := plan.next_piece()) is not None:
+        asked.append(piece)
+        plan.record(piece, ends.get(piece, PostEnd.ERROR_ANSWER), "failed")
+    assert [piece.is_retry for piece in asked if piece.is_probe] == [False, True, False, True]
+    assert plan.quarantined == {0: "failed", 1: "failed"}
+
+
 def test_an_empty_batch_asks_nothing() -> None:
     assert RequestPlan(0).next_piece() is None

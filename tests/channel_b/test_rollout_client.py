@@ -25,6 +25,7 @@ from fake_rollout_server import (
 
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
@@ -310,7 +311,7 @@ def test_the_key_is_sent_and_shown_nowhere(
     server: FakeRolloutServer, fence: InferFence, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    server.on_infer = lambda call: error(500, f"you sent {call.headers['Authorization']}" + "x" * 260 + KEY)
+    server.on_infer = lambda call: error(500, f"you sent {call.headers['Authorization']}" + "x" * 245 + KEY)
     with make_client(server, fence=fence, api_key=KEY) as client:
         outcome = ask(client, 2)
         shown = [repr(client), str(vars(client)), repr(outcome), str(client.suspects), caplog.text]
@@ -578,6 +579,28 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
     assert len(server.reset_calls) == 1
 
 
+def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+) -> None:
+    answer_reset, good_reset = threading.Event(), server.on_reset
+
+    def fail_late_then_hang(call: Call) -> Answer:
+        if len(server.infer_calls) > 1:
+            return echo(call, after=forever)
+        forever.wait(0.7)  # a slow server: most of the first of two timeouts
+        return error()
+
+    server.on_infer = fail_late_then_hang
+    server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
+    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+        outcome = ask(client, 2)
+        assert (client.suspects, client.num_unsettled) == ({}, 1)
+        answer_reset.set()
+        assert client.settle(server.url)
+    assert positions(outcome.returned) == [0, 1]
+    assert server.batch_sizes == [2, 2]
+
+
 def test_an_ordered_call_that_fails_is_tried_once_more(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event
 ) -> None:
@@ -650,9 +673,19 @@ def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
         stop.set()
         outcome = future.result(timeout=PATIENCE_S)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
+        client.set_proven([server.url])  # only a round could settle it now
+        assert client.num_unsettled == 0
     assert positions(outcome.returned) == [0, 1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.STOPPED]
     assert fence.in_flight == 0
+
+
+def test_a_connection_that_was_ended_sends_nothing_more(server: FakeRolloutServer) -> None:
+    connection = ServerConnection(server.url, api_key=None, connect_timeout_s=1.0)
+    connection.end()
+    assert connection.infer([request("0")], {}, timeout_s=PATIENCE_S).end is PostEnd.STOPPED
+    connection.close()
+    assert server.calls == []
 
 
 def test_a_shut_down_fence_ends_generate(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
@@ -701,8 +734,10 @@ def test_the_same_place_of_the_stream_gets_the_same_seed_in_every_process(
 ) -> None:
     for _ in range(2):
         with make_client(server, fence=fence) as client:
-            ask(client, 3, first=5)
-    assert server.seeds[0] == server.seeds[1]
+            for _ in range(2):  # what is resolved leaves no count behind
+                ask(client, 3, first=5)
+    assert len(server.seeds) == 4
+    assert len(set(server.seeds)) == 1
 
 
 def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer, fence: InferFence) -> None:
