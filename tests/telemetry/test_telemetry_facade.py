@@ -221,6 +221,17 @@ def test_a_resumed_run_continues_its_counters(tmp_path: Path) -> None:
     assert merged["stage2_ab/time/learner_wall"] > wall_s
 
 
+def test_the_time_of_earlier_processes_is_in_no_step_of_this_one(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1)
+    an_hour_ns = 3600 * 10**9
+    telemetry.load_state_dict({"counters": {}, "activity_ns": {"busy": an_hour_ns}, "window_start": {}})
+    telemetry.record_step(step(0))
+    telemetry.close()
+    first, last = read_audit(tmp_path / "audit/rank0.jsonl")
+    assert sum(first["activity_ns"].values()) < an_hour_ns
+    assert last["activity_ns"]["busy"] == an_hour_ns
+
+
 def test_settings_are_written_once(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, queue_limit=8)
     telemetry.record_start(0, seed=7, decoding={"temperature": 0.01})
