@@ -1,34 +1,25 @@
-"""Two real processes over gloo."""
+"""Two real processes over gloo, forked from a server that has imported torch once."""
 
 from __future__ import annotations
 
-import json
+import datetime
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-import textwrap
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from swift_stage2.collectives import SingleRank, WeightGroup, join_control_group
+from swift_stage2.collectives import GlooControlGroup, SingleRank, WeightGroup, join_control_group
 
-DEADLINE_S = 60.0
-PRELUDE = """
-import datetime, json, os, sys
-import torch, torch.distributed as dist
-from swift_stage2.collectives import GlooControlGroup, WeightGroup, join_control_group
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-"""
-CONTROL_PRELUDE = (
-    PRELUDE
-    + """
-timeout = datetime.timedelta(seconds=30)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timeout)
-"""
-)
+DEADLINE_S = 90.0
+SIZES = (1, 1000, 1 << 20)
+Body = Callable[[int, int], Any]
 
 
 def free_port() -> int:
@@ -37,112 +28,130 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_pair(prelude: str, body: str) -> list[tuple[int, Any]]:
-    """Runs ``body`` as rank 0 and rank 1; returns exit status and the JSON of the last line of each."""
-    port = str(free_port())
-    program = prelude + textwrap.dedent(body)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run_pair(body: Body) -> list[Any]:
+    """What ``body(rank, port)`` returned as rank 0 and as rank 1."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["swift_stage2.collectives"])
+    port = free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), port],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in (0, 1)
+        context.Process(target=_report, args=(body, rank, port, pipes[rank][1]), daemon=True)
+        for rank in range(2)
     ]
+    for process in processes:
+        process.start()
     try:
-        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+        answers = []
+        for receive, _ in pipes:
+            assert receive.poll(DEADLINE_S)
+            answers.append(receive.recv())
+        return answers
     finally:
         for process in processes:
             process.kill()
-    return [
-        (process.returncode, json.loads(output.splitlines()[-1]) if output else None)
-        for process, output in zip(processes, outputs, strict=True)
+            process.join(DEADLINE_S)
+
+
+def _report(body: Body, rank: int, port: int, answer: Connection) -> None:
+    answer.send(body(rank, port))
+    os._exit(0)  # a process that a test lets die does not tidy up
+
+
+def join_job(rank: int, port: int) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
+
+
+def reduce_and_broadcast(rank: int, port: int) -> Any:
+    join_job(rank, port)
+    group = join_control_group(20.0)
+    assert isinstance(group, GlooControlGroup)
+    assert (group.world_size, group.rank) == (2, rank)
+    answers = [
+        group.reduce_max([rank, -rank, 2**40 + rank]),
+        group.reduce_sum([0.5 + rank, 1e15]),
+        group.broadcast({"from": rank, "text": "é", "numbers": [1, None]}),
+        group.broadcast("" if rank == 0 else "ignored"),
     ]
+    group.close()
+    dist.destroy_process_group()
+    return answers
 
 
 def test_the_control_group_reduces_and_broadcasts_alike_on_both_ranks() -> None:
-    results = run_pair(
-        CONTROL_PRELUDE,
-        """
-        group = join_control_group(20.0)
-        assert isinstance(group, GlooControlGroup) and group.world_size == 2 and group.rank == rank
-        print(json.dumps([
-            group.reduce_max([rank, -rank, 2**40 + rank]),
-            group.reduce_sum([0.5 + rank, 1e15]),
-            group.broadcast({"from": rank, "text": "é", "numbers": [1, None]}),
-            group.broadcast("" if rank == 0 else "ignored"),
-        ]))
-        group.close()
-        dist.destroy_process_group()
-        """,
-    )
-    expected = [[1, 0, 2**40 + 1], [2.0, 2e15], {"from": 0, "text": "é", "numbers": [1, None]}, ""]
-    assert results == [(0, expected), (0, expected)]
+    expected = [(1, 0, 2**40 + 1), (2.0, 2e15), {"from": 0, "text": "é", "numbers": [1, None]}, ""]
+    assert run_pair(reduce_and_broadcast) == [expected, expected]
+
+
+def wait_for_a_silent_rank(rank: int, port: int) -> str:
+    join_job(rank, port)
+    group = GlooControlGroup(1.0)
+    if rank == 1:
+        threading.Event().wait(4.0)  # alive, but silent for longer than the group's timeout
+        return "silent"
+    try:
+        group.reduce_max([1])
+    except RuntimeError:
+        return "raised"
+    return "returned"
 
 
 def test_a_rank_that_never_comes_ends_the_others_call_by_the_deadline() -> None:
-    results = run_pair(
-        CONTROL_PRELUDE,
-        """
-        group = GlooControlGroup(1.0)
-        if rank == 1:
-            sys.stdin = None
-            import threading
-            threading.Event().wait(4.0)  # alive, but silent for longer than the group's timeout
-            print(json.dumps("silent"), flush=True)
-            os._exit(0)
-        try:
-            group.reduce_max([1])
-        except RuntimeError:
-            print(json.dumps("raised"), flush=True)
-            os._exit(0)
-        """,
-    )
-    assert results == [(0, "raised"), (0, "silent")]
+    assert run_pair(wait_for_a_silent_rank) == ["raised", "silent"]
+
+
+def carry_bytes(rank: int, port: int) -> list[int]:
+    group = WeightGroup(rank, "127.0.0.1", port, 20.0)
+    sums = []
+    for size in SIZES:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        if rank == WeightGroup.LEARNER_RANK:
+            tensor = torch.arange(size).to(torch.uint8)
+        group.broadcast(tensor)
+        sums.append(int(tensor.long().sum()))
+    group.close()
+    group.close()
+    return sums
 
 
 def test_the_weight_group_carries_bytes_from_the_learner_to_the_server() -> None:
-    results = run_pair(
-        PRELUDE,
-        """
-        group = WeightGroup(rank, "127.0.0.1", port, 20.0)
-        sums = []
-        for size in (1, 1000, 1 << 20):
-            tensor = torch.zeros(size, dtype=torch.uint8)
-            if rank == WeightGroup.LEARNER_RANK:
-                tensor = torch.arange(size).to(torch.uint8)
+    expected = [int(torch.arange(size).to(torch.uint8).long().sum()) for size in SIZES]
+    assert run_pair(carry_bytes) == [expected, expected]
+
+
+def lose_the_server(rank: int, port: int) -> str:
+    return lose(WeightGroup.SERVER_RANK, rank, port)
+
+
+def lose_the_learner(rank: int, port: int) -> str:
+    return lose(WeightGroup.LEARNER_RANK, rank, port)
+
+
+def lose(dies: int, rank: int, port: int) -> str:
+    group = WeightGroup(rank, "127.0.0.1", port, 10.0)
+    tensor = torch.zeros(1 << 24, dtype=torch.uint8)
+    group.broadcast(tensor[:8].clone())
+    if rank == dies:
+        return "gone"
+    try:
+        for _ in range(4):  # what fits into the socket's buffer still leaves
             group.broadcast(tensor)
-            sums.append(int(tensor.long().sum()))
-        group.close()
-        group.close()
-        print(json.dumps(sums))
-        """,
-    )
-    expected = [int(torch.arange(size).to(torch.uint8).long().sum()) for size in (1, 1000, 1 << 20)]
-    assert results == [(0, expected), (0, expected)]
+    except RuntimeError:
+        return "raised"
+    return "returned"
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_lost_peer_raises_on_the_other_side(dies: int) -> None:
-    results = run_pair(
-        PRELUDE + f"dies = {dies}\n",
-        """
-        group = WeightGroup(rank, "127.0.0.1", port, 10.0)
-        tensor = torch.zeros(1 << 24, dtype=torch.uint8)
-        group.broadcast(tensor[:8].clone())
-        if rank == dies:
-            print(json.dumps("gone"), flush=True)
-            os._exit(0)
-        try:
-            for _ in range(4):  # what fits into the socket's buffer still leaves
-                group.broadcast(tensor)
-        except RuntimeError:
-            print(json.dumps("raised"))
-        """,
-    )
-    assert [answer for _, answer in results] == (["gone", "raised"] if dies == 0 else ["raised", "gone"])
+def test_a_lost_server_raises_at_the_learner() -> None:
+    assert run_pair(lose_the_server) == ["gone", "raised"]
+
+
+def test_a_lost_learner_raises_at_the_server() -> None:
+    assert run_pair(lose_the_learner) == ["raised", "gone"]
 
 
 def test_the_server_listens_before_it_waits_and_can_give_up() -> None:

@@ -169,6 +169,7 @@ class WeightRounds:
             if current.installed is not None:
                 raise RoundRefused(RefusalReason.WRONG_ORDER, "the round's weights are loaded already")
             receiver = self._listening(current)
+            current.last_call = current.end  # not silent while it loads
         try:
             if current.failure:
                 raise RoundFailed(current.failure)
@@ -314,6 +315,9 @@ class WeightRounds:
 
     def _install(self, current: _Round, received: ReceivedWeights) -> None:
         stamp = WeightStamp(current.request.version, current.request.run_id)
+        with self._lock:
+            if self._round is not current:
+                raise RoundFailed("the round ended before its weights were loaded")
         remaining_s = max(0.1, current.end - self._clock())
         try:
             installed = self._engine.install(received.tensors, stamp, remaining_s)
@@ -323,8 +327,9 @@ class WeightRounds:
             raise
         with self._lock:
             current.received, current.installed = received, installed
-            if self._round is not current:
-                self._unproven = True  # the round ran out of time while the engine loaded
+            current.last_call = self._clock()
+            if self._round is not current and self._engine.stamp == stamp:
+                self._unproven = True  # the round ended while the engine loaded
 
     def _fail(self, current: _Round, error: RoundFailed) -> None:
         _log.warning("round %s failed: %s", current.request.round_id, error)

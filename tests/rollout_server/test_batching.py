@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def test_batches_partition_the_jobs_in_order(keys: list[str], size: int) -> None
     for key in "abc":  # equal keys never overtake each other
         numbers = [ask.number for ask in everything if ask.key == key]
         assert numbers == sorted(numbers)
-    for first, later in zip(batches, batches[1:], strict=False):  # the oldest waiting job goes next
+    for first, later in itertools.pairwise(batches):  # the oldest waiting job goes next
         assert first[0].number < later[0].number
 
 

@@ -1,0 +1,90 @@
+"""The learner's rollout client and our rollout server, both real, over a real socket."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, image_request, load_learner
+
+from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
+from swift_stage2.rollout_protocol import RoundProof
+
+
+@pytest.fixture
+def proof(server: RunningServer) -> RoundProof:
+    """What a round has just proved of the server."""
+    return LearnerRound(server, load_learner(), run_id="run-1").run()
+
+
+def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> RolloutClient:
+    settings: dict[str, Any] = {
+        "fence": InferFence(version=proof.weight_version),
+        "decoding": DecodingConfig(temperature=1.0, max_new_tokens=4),
+        "request_timeout_s": CALL_TIMEOUT_S,
+        "run_seed": 5,
+        "rank": 0,
+        "world_size": 1,
+        "run_id": "run-1",
+    }
+    client = RolloutClient([server.base_url], **settings | changes)
+    client.set_proven([server.base_url], {server.base_url: proof.incarnation})
+    return client
+
+
+def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
+    samples = [
+        Sample(SampleKey(epoch=0, position=n, index=n), row={}, labels=(), boxes=())
+        for n in range(len(requests))
+    ]
+    return client.generate(samples, requests)
+
+
+def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: RoundProof) -> None:
+    with make_client(server, proof) as client:
+        outcome = ask(client, [image_request(shade) for shade in (40, 120, 200)])
+    assert (outcome.failures, outcome.suspects) == ((), {})
+    assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 1, 2]
+    assert {rollout.version for rollout in outcome.rollouts} == {proof.weight_version}
+    assert all(1 <= len(rollout.token_ids) <= 4 for rollout in outcome.rollouts)
+    assert all(len(rollout.prompt_token_ids) > 10 for rollout in outcome.rollouts)
+
+
+def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer, proof: RoundProof) -> None:
+    broken = image_request() | {"images": ["bm90IGFuIGltYWdl"]}
+    with make_client(server, proof) as client:
+        outcome = ask(client, [image_request(40), broken, image_request(200)])
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
+    assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 2]
+    assert outcome.suspects == {}
+
+
+def test_weights_of_another_version_are_discarded(server: RunningServer, proof: RoundProof) -> None:
+    with make_client(server, proof, fence=InferFence(version=proof.weight_version + 1)) as client:
+        outcome = ask(client, [image_request()])
+    assert outcome.rollouts == ()
+    assert f"weight_version={proof.weight_version}" in outcome.suspects[server.base_url]
+
+
+def test_an_abandoned_post_is_settled_once_the_engine_is_free(
+    server: RunningServer, proof: RoundProof
+) -> None:
+    blocked, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        blocked.set()
+        release.wait(CALL_TIMEOUT_S)
+
+    server.engine._queue.put_task(hold)
+    assert blocked.wait(CALL_TIMEOUT_S)
+    # The engine goes on as soon as the client has given the POST up.
+    with make_client(server, proof, request_timeout_s=5.0, on_abandoned=lambda url: release.set()) as client:
+        outcome = ask(client, [image_request()])
+        assert client.settle(server.base_url)
+        assert (client.num_unsettled, client.suspects) == (0, {})
+    assert outcome.abandoned == {server.base_url: 1}
+    assert [sample.key.position for sample in outcome.timed_out] == [0]
