@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -31,51 +30,53 @@ _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
 class ChildRuns:
     """Owns every process that a demo or a bench starts. SIGINT, SIGTERM and SIGHUP end them all."""
 
-    def __init__(self, log_dir: Path, show: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, show: Callable[[str], None] = lambda line: None) -> None:
         """``show`` gets every line that a child writes, with its name in brackets before it."""
-        self._log_dir = log_dir
         self._show = show
-        self._stack = ExitStack()
+        self._signals = StopSignals()
 
     def __enter__(self) -> ChildRuns:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
-        self._signals = self._stack.enter_context(StopSignals())
-        self._job = self._stack.enter_context(Job(self._log_dir, self._signals, self._show))
+        self._signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._signals.__exit__(kind, error, trace)
 
     def run(
         self,
         name: str,
         argv: tuple[str, ...],
         *,
+        log_dir: Path,
         deadline_s: float,
         environment: Mapping[str, str] | None = None,
         each_moment: Callable[[], object] = lambda: None,
     ) -> None:
-        """Waits for one command to end well; ``environment`` is added to this process's.
+        """Waits for one command to end well, and ends what it leaves behind.
+
+        ``environment`` is added to this process's. The log is ``log_dir/name.log``.
 
         Raises:
             ChildFailed: it ended with another status than 0, or not by its deadline; names cause and log.
             KeyboardInterrupt: a signal asked for the end.
         """
+        log_dir.mkdir(parents=True, exist_ok=True)
         whole = {**os.environ, **(environment or {})}
-        tree = self._job.start(Command(name=name, argv=argv, environment=whole, grace_s=_GRACE_S))
         end = time.monotonic() + deadline_s
-        while (status := tree.poll()) is None:
-            self._job.step()
-            each_moment()
-            if self._signals.received is not None:
-                raise KeyboardInterrupt
-            if time.monotonic() >= end:
-                raise ChildFailed(
-                    f"{name} must end within {deadline_s:.0f} s, it did not; see {tree.log_path}"
-                )
+        with Job(log_dir, self._signals, self._show) as job:
+            tree = job.start(Command(name=name, argv=argv, environment=whole, grace_s=_GRACE_S))
+            while (status := tree.poll()) is None:
+                job.step()
+                each_moment()
+                if self._signals.received is not None:
+                    raise KeyboardInterrupt
+                if time.monotonic() >= end:
+                    raise ChildFailed(
+                        f"{name} must end within {deadline_s:.0f} s, it did not; see {tree.log_path}"
+                    )
         each_moment()
         if status != 0:
             cause = last_cause(tree.log_path)

@@ -7,52 +7,26 @@ ranks' audits, scores the checkpoint before and after, and checks that nothing i
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from swift_stage2.demo.child_runs import ChildRuns, remaining_children
-from swift_stage2.demo.demo_config import (
-    CHILD_ENVIRONMENT,
-    STAGE1,
-    DemoJob,
-    free_ports,
-    held_ports,
-    write_config,
-)
-from swift_stage2.demo.detection_score import DetectionScore
-from swift_stage2.demo.evaluation import evaluation_command, read_scores
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.progress import RunProgress
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
+from swift_stage2.demo.output_directory import claim_directory
+from swift_stage2.demo.scene_files import num_train_samples, write_scenes
+from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
+from swift_stage2.demo.training import score, train, words_of_launcher
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
 DEFAULT_STEPS = 120
-NUM_HELD_OUT = 128
-_MAX_TRAIN_SAMPLES = 4096
-_START_DEADLINE_S = 300.0
-_DEADLINE_PER_STEP_S = 10.0
-_EVALUATION_DEADLINE_S = 300.0
-_MARKER = ".swift-stage2-demo"
 _FAILED = 1
-_LAUNCHER = "[launch] [launch] "
-
-
-@dataclass(frozen=True, slots=True)
-class SceneFiles:
-    """The two data sets of a job: paths of their JSONL."""
-
-    train: Path
-    held_out: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_config(job, (ports[0], ports[1]))
     scenes = write_scenes(directory, arguments.kind, num_train=num_train_samples(job), seed=arguments.seed)
     try:
-        with ChildRuns(directory / "logs", _show_launcher) as children:
+        with ChildRuns(_show_launcher) as children:
             train(children, job, LiveView(sys.stdout))
             _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
             before, after = score(
@@ -99,95 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console().print(outcome_view(outcome))
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
     return _FAILED if problems_of(outcome) else 0
-
-
-def claim_directory(path: Path, *, keep: bool) -> Path:
-    """An empty directory for one demo: ``path``, or with ``keep`` the first free ``path-N``.
-
-    Raises:
-        UserError: the directory holds something that no demo wrote, or cannot be written.
-    """
-    directory, number = path, 1
-    while keep and directory.exists():
-        number += 1
-        directory = path.with_name(f"{path.name}-{number}")
-    try:
-        if directory.exists() and any(directory.iterdir()):
-            if not (directory / _MARKER).exists():
-                raise UserError(
-                    f"--output must be a new directory or an earlier demo's, got {directory} with other files; "
-                    "name another one"
-                )
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _MARKER).touch()
-    except OSError as error:
-        raise UserError(
-            f"--output must be a directory that can be written, got {directory}: {error}"
-        ) from error
-    return directory.absolute()
-
-
-def num_train_samples(job: DemoJob) -> int:
-    """Enough for channel A to see few scenes twice, and not more than it reads."""
-    return min(_MAX_TRAIN_SAMPLES, job.num_steps * job.samples_per_step)
-
-
-def write_scenes(directory: Path, kind: SceneKind, *, num_train: int, seed: int) -> SceneFiles:
-    """Writes training and held-out scenes below ``directory``. Held-out scenes are the same for every seed.
-
-    Raises:
-        UserError: the scenes need a package that is not installed, or cannot be written.
-    """
-    if kind is SceneKind.DIGITS and importlib.util.find_spec("sklearn") is None:
-        raise UserError(
-            "--kind digits needs scikit-learn, which is not installed; install swift-stage2[demo]"
-        )
-    try:
-        return SceneFiles(
-            train=write_dataset(directory / "train", kind, num_train, Split.TRAIN, seed),
-            held_out=write_dataset(directory / "held_out", kind, NUM_HELD_OUT, Split.HELD_OUT, 0),
-        )
-    except OSError as error:
-        raise UserError(f"scenes cannot be written to {directory}: {error}") from error
-
-
-def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
-    """Runs ``swift-stage2 launch`` to its end and shows how far it is.
-
-    Raises:
-        ChildFailed: it did not end well.
-    """
-    progress = RunProgress(job.run_dir, job.num_ranks, job.num_steps, b_enabled=job.b_ratio > 0)
-
-    def show() -> None:
-        state = progress.refresh()
-        if state.step:
-            view.update(state)
-
-    command = (sys.executable, "-m", "swift_stage2", "launch", str(job.config_path))
-    deadline_s = _START_DEADLINE_S + _DEADLINE_PER_STEP_S * job.num_steps
-    try:
-        children.run(
-            "launch", command, deadline_s=deadline_s, environment=CHILD_ENVIRONMENT, each_moment=show
-        )
-    finally:
-        view.close()
-
-
-def score(
-    children: ChildRuns, held_out: Path, out: Path, checkpoints: Sequence[Path]
-) -> tuple[DetectionScore, ...]:
-    """Scores checkpoints in one process, all cores, alike.
-
-    Raises:
-        ChildFailed: it did not end well.
-    """
-    environment = {name: value for name, value in CHILD_ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
-    command = evaluation_command(held_out, out, checkpoints)
-    deadline_s = _EVALUATION_DEADLINE_S * len(checkpoints)
-    children.run("evaluation", command, deadline_s=deadline_s, environment=environment)
-    return read_scores(out)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -217,13 +102,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value < least:
             raise UserError(f"--{name} must be at least {least}, got {name}={value}")
+    if not 0 <= arguments.b_ratio <= 1:
+        raise UserError(
+            f"--b-ratio must be in the range 0..1, got b_ratio={arguments.b_ratio:g}; 0 turns B off"
+        )
     return arguments
 
 
 def _show_launcher(line: str) -> None:
     """The launcher's own words; what servers and ranks say is in the log."""
-    if line.startswith(_LAUNCHER):
-        _say(line.removeprefix(_LAUNCHER))
+    words = words_of_launcher(line)
+    if words is not None:
+        _say(words)
 
 
 def _say(text: str) -> None:

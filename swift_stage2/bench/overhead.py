@@ -1,0 +1,195 @@
+"""``swift-stage2 bench overhead``: what the trainer costs while channel B is off, against plain ``swift sft``.
+
+Both arms get the same arguments, data and plugin, and run in turns on the same machine; the second pair starts
+with the other arm. Besides whole steps, the time that our hooks take is measured directly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, step_seconds
+from swift_stage2.config import load_config
+from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
+from swift_stage2.demo.output_directory import claim_directory
+from swift_stage2.demo.scene_files import num_train_samples, write_scenes
+from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
+from swift_stage2.errors import UserError
+
+STEP_CLOCK = Path(__file__).parent / "step_clock.py"
+CLOCK_NAME = "stage2_step_clock"
+CLOCK_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK"
+NUM_WARMUP = 5
+HOOKS_BUDGET = 0.01
+STEP_BUDGET = 1.03
+
+
+class ArmName(StrEnum):
+    """Which program trains."""
+
+    PLAIN = "plain"
+    """``swift sft`` itself."""
+    OURS = "ours"
+    """``swift_stage2 train`` with b_ratio 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookShare:
+    """Time in our hooks on rank 0, as a share of the steps it was measured in."""
+
+    hooks: float
+    """Our own code: planning, counting, audit, TensorBoard."""
+    agree: float
+    """The control group's all-reduces, in which a rank also waits for the slower one."""
+    median_hooks_ms: float
+    """Per step, without the all-reduces."""
+    median_agree_ms: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all pairs, prints a table and writes ``overhead.json``.
+
+    Raises:
+        UserError: an option is out of range, or the output directory cannot be used.
+        ChildFailed: an arm did not end well.
+    """
+    arguments = _parse(argv)
+    directory = claim_directory(arguments.output, keep=arguments.keep)
+    started = time.monotonic()
+    clocks: dict[ArmName, list[dict[str, list[int]]]] = {arm: [] for arm in ArmName}
+    job = _job(directory, arguments.steps, arguments.ranks)
+    write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), seed=0)
+    with ChildRuns() as children:
+        for pair in range(arguments.repeats):
+            for arm in order_of_arms(pair):
+                _say(f"pair {pair + 1} of {arguments.repeats}: {arm}")
+                clocks[arm].append(_run_arm(children, arm, job, directory / f"pair{pair}" / arm))
+    seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
+    ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
+    report = {"ratio": asdict(ratio), "hooks": asdict(share), "num_ranks": job.num_ranks, "clocks": clocks}
+    (directory / "overhead.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    Console().print(overhead_table(seconds, ratio, share))
+    _say(f"took {time.monotonic() - started:.0f} s; {directory / 'overhead.json'}")
+    return 0
+
+
+def order_of_arms(pair: int) -> tuple[ArmName, ArmName]:
+    """Which arm of a pair goes first alternates, so that a drift of the machine falls on both."""
+    return (ArmName.PLAIN, ArmName.OURS) if pair % 2 == 0 else (ArmName.OURS, ArmName.PLAIN)
+
+
+def hook_share(clocks: Sequence[dict[str, list[int]]]) -> HookShare:
+    """Shares over all pairs, warm-up left out; every clock holds running totals at the end of each step."""
+
+    def per_step(name: str) -> Floats:
+        return np.concatenate([step_seconds(clock[name], NUM_WARMUP) for clock in clocks])
+
+    steps, hooks, agree = per_step("end_ns"), per_step("hooks_ns"), per_step("agree_ns")
+    return HookShare(
+        hooks=float(hooks.sum() / steps.sum()),
+        agree=float(agree.sum() / steps.sum()),
+        median_hooks_ms=float(np.median(hooks)) * 1e3,
+        median_agree_ms=float(np.median(agree)) * 1e3,
+    )
+
+
+def overhead_table(seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, share: HookShare) -> Table:
+    """What was measured beside its budget."""
+    table = Table(
+        title=f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps",
+        title_justify="left",
+    )
+    table.add_column("")
+    for heading in ("measured", "upper 95 %", "budget"):
+        table.add_column(heading, justify="right")
+    for arm in ArmName:
+        steps = np.concatenate(seconds[arm]) * 1e3
+        low, middle, high = np.percentile(steps, (25, 50, 75))
+        table.add_row(f"step {arm}, ms (quartiles)", f"{middle:.1f} ({low:.1f}..{high:.1f})", "", "")
+    low, high = ratio.quartiles
+    median = f"{ratio.median.value:.4f} ({low:.3f}..{high:.3f})"
+    table.add_row(
+        "paired step ratio, median (quartiles)", median, f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}"
+    )
+    table.add_row("ratio of summed steps", f"{ratio.total.value:.4f}", f"{ratio.total.upper_95:.4f}", "")
+    table.add_row("own code in hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}")
+    table.add_row("own code in hooks, median ms", f"{share.median_hooks_ms:.3f}", "", "")
+    table.add_row("agreeing and waiting for ranks, share", f"{share.agree:.3%}", "", "")
+    table.add_row("agreeing and waiting for ranks, median ms", f"{share.median_agree_ms:.3f}", "", "")
+    return table
+
+
+def arm_command(arm: ArmName, job: DemoJob) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Argument vector and environment of one arm. The job's YAML must have been written."""
+    if arm is ArmName.OURS:
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        train = ("-m", "swift_stage2", "train", str(job.config_path))
+        return (*torchrun, f"--nproc-per-node={job.num_ranks}", *train), {}
+    # `swift sft` starts torchrun itself when it is told a number of processes.
+    swift = (sys.executable, "-c", "from swift.cli.main import cli_main; cli_main()", "sft")
+    environment = {"NPROC_PER_NODE": str(job.num_ranks), "MASTER_PORT": str(free_ports(1)[0])}
+    return (*swift, *load_config(job.config_path).swift_arguments()), environment
+
+
+def _run_arm(children: ChildRuns, arm: ArmName, job: DemoJob, directory: Path) -> dict[str, list[int]]:
+    own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
+    ports = free_ports(2)
+    write_config(own, (ports[0], ports[1]))
+    command, environment = arm_command(arm, own)
+    clock_dir = directory / "clock"
+    children.run(
+        arm,
+        command,
+        log_dir=directory / "logs",
+        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
+        environment={**CHILD_ENVIRONMENT, **environment, CLOCK_VARIABLE: str(clock_dir)},
+    )
+    numbers: dict[str, list[int]] = json.loads((clock_dir / "rank0.json").read_text())
+    return numbers
+
+
+def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None = None) -> DemoJob:
+    without_saving: dict[str, Any] = {"callbacks": [CLOCK_NAME], "save_strategy": "no"}
+    return DemoJob(
+        directory=directory or root,
+        rows=root / "train" / "rows.jsonl",
+        num_steps=num_steps,
+        b_ratio=0.0,
+        num_ranks=num_ranks,
+        plugins=(STEP_CLOCK,),
+        swift=without_saving,
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="swift-stage2 bench overhead", description="b_ratio 0 against plain swift sft: step times."
+    )
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per arm (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="torchrun ranks (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench-overhead"), metavar="DIR")
+    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
+    arguments = parser.parse_args(argv)
+    for name, least in (("steps", NUM_WARMUP + 2), ("repeats", 1), ("ranks", 1)):
+        if (value := getattr(arguments, name)) < least:
+            raise UserError(f"--{name} must be at least {least}, got {name}={value}")
+    return arguments
+
+
+def _say(text: str) -> None:
+    print(f"[bench] {text}", flush=True)

@@ -1,0 +1,36 @@
+"""``swift-stage2 bench NAME …``: which measurement a command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from swift_stage2.errors import ChildFailed
+
+BENCHES = {
+    "learning": ("swift_stage2.bench.learning", "A alone against a share of B: F1 on held-out scenes"),
+    "overhead": ("swift_stage2.bench.overhead", "b_ratio 0 against plain swift sft: step times"),
+}
+_FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one bench; returns 0 when it measured everything, 1 when a process of its own failed.
+
+    Raises:
+        UserError: an option is out of range, or the output directory cannot be used.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="swift-stage2 bench", description="Measure speed and learning.")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
+    for name, (_, purpose) in BENCHES.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    # Every bench has a parser of its own for what follows its name.
+    module, _ = BENCHES[parser.parse_args(arguments[:1]).bench]
+    try:
+        return int(importlib.import_module(module).main(arguments[1:]))
+    except ChildFailed as error:
+        print(f"swift-stage2 bench: {error}", file=sys.stderr)
+        return _FAILED

@@ -1,0 +1,71 @@
+"""Trains one job with ``swift-stage2 launch`` and scores checkpoints, each in processes of its own.
+
+Both show nothing but progress and raise with cause and log when a child fails. Called by the demo and the benches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
+from swift_stage2.demo.detection_score import DetectionScore
+from swift_stage2.demo.evaluation import evaluation_command, read_scores
+from swift_stage2.demo.progress import RunProgress
+from swift_stage2.telemetry.live_view import LiveView
+
+START_DEADLINE_S = 300.0
+DEADLINE_PER_STEP_S = 10.0
+_EVALUATION_DEADLINE_S = 300.0
+_LAUNCHER = "[launch] [launch] "
+
+
+def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
+    """Runs the job to its end; ``view`` shows how far it is, and is closed.
+
+    Raises:
+        ChildFailed: it did not end well.
+    """
+    progress = RunProgress(job.run_dir, job.num_ranks, job.num_steps, b_enabled=job.b_ratio > 0)
+
+    def show() -> None:
+        state = progress.refresh()
+        if state.step:
+            view.update(state)
+
+    command = (sys.executable, "-m", "swift_stage2", "launch", str(job.config_path))
+    deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
+    try:
+        children.run(
+            "launch",
+            command,
+            log_dir=job.directory / "logs",
+            deadline_s=deadline_s,
+            environment=CHILD_ENVIRONMENT,
+            each_moment=show,
+        )
+    finally:
+        view.close()
+
+
+def score(
+    children: ChildRuns, held_out: Path, out: Path, checkpoints: Sequence[Path]
+) -> tuple[DetectionScore, ...]:
+    """Scores checkpoints alike, in one process that may use every core.
+
+    Raises:
+        ChildFailed: it did not end well.
+    """
+    environment = {name: value for name, value in CHILD_ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
+    command = evaluation_command(held_out, out, checkpoints)
+    deadline_s = _EVALUATION_DEADLINE_S * len(checkpoints)
+    logs = out.parent / "logs"
+    children.run("evaluation", command, log_dir=logs, deadline_s=deadline_s, environment=environment)
+    return read_scores(out)
+
+
+def words_of_launcher(line: str) -> str | None:
+    """What the launcher itself said; None for a line of a server or a rank, which is in the log."""
+    return line.removeprefix(_LAUNCHER) if line.startswith(_LAUNCHER) else None

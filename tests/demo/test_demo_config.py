@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.config import load_config
+from swift_stage2.config.binding import bind
+from swift_stage2.config.root import Stage2Config
+from swift_stage2.demo.demo_config import (
+    CHILD_ENVIRONMENT,
+    STAGE1,
+    DemoJob,
+    config_of,
+    free_ports,
+    held_ports,
+    write_config,
+)
+from swift_stage2.errors import ConfigError
+
+
+def _job(directory: Path, b_ratio: float = 0.3, **changes: object) -> DemoJob:
+    rows = directory / "train" / "rows.jsonl"
+    return DemoJob(directory=directory, rows=rows, num_steps=7, b_ratio=b_ratio, **changes)  # type: ignore[arg-type]
+
+
+def test_the_written_yaml_is_the_configuration_that_launch_reads(tmp_path: Path) -> None:
+    path = write_config(_job(tmp_path), (4001, 4002))
+    config = load_config(path)
+    assert config.rollout.servers[0].base_url == "http://127.0.0.1:4001"
+    assert config.rollout.servers[0].group_port == 4002
+    assert config.launch.learner.nproc_per_node == 2
+    assert config.swift["max_steps"] == 7
+    assert config.swift["model"] == str(STAGE1)
+    assert config.warnings == ()
+
+
+def test_its_first_line_is_the_command_that_starts_it_again(tmp_path: Path) -> None:
+    path = write_config(_job(tmp_path), (4001, 4002))
+    words = shlex.split(path.read_text().splitlines()[0].removeprefix("# "))
+    assert words[-3:] == ["swift-stage2", "launch", str(path)]
+    assert dict(word.split("=", 1) for word in words[:-3]) == CHILD_ENVIRONMENT
+
+
+@given(st.integers(1, 1000).map(lambda thousandths: thousandths / 1000))
+def test_every_share_of_b_gives_one_server_and_deadlines_that_fit(b_ratio: float) -> None:
+    config = bind(Stage2Config, config_of(_job(Path("/x"), b_ratio), (4001, 4002)))
+    assert len(config.rollout.servers) == len(config.launch.servers) == 1
+    assert config.stage2_ab.schedule.b_ratio == b_ratio
+
+
+def test_without_channel_b_there_is_no_server(tmp_path: Path) -> None:
+    config = load_config(write_config(_job(tmp_path, b_ratio=0.0), (4001, 4002)))
+    assert config.rollout.servers == config.launch.servers == ()
+
+
+def test_a_share_outside_its_range_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"b_ratio=1\.2"):
+        write_config(_job(tmp_path, b_ratio=1.2), (4001, 4002))
+
+
+def test_own_ms_swift_arguments_win(tmp_path: Path) -> None:
+    config = load_config(write_config(_job(tmp_path, swift={"learning_rate": 0.5}), (4001, 4002)))
+    assert config.swift["learning_rate"] == 0.5
+
+
+def test_a_step_of_channel_a_reads_what_the_yaml_says(tmp_path: Path) -> None:
+    job = _job(tmp_path, num_ranks=3)
+    swift = config_of(job, (4001, 4002))["swift"]
+    per_rank = swift["per_device_train_batch_size"] * swift["gradient_accumulation_steps"]
+    assert job.samples_per_step == 3 * per_rank
+
+
+def test_free_ports_are_different_and_free() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert held_ports(ports) == []
+
+
+def test_a_port_that_somebody_listens_on_is_held() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert held_ports((port, *free_ports(1))) == [port]
+    assert held_ports((port,)) == []
+
+
+def test_the_model_of_the_demo_is_in_the_package() -> None:
+    assert os.path.getsize(STAGE1 / "model.safetensors") < 8 << 20
