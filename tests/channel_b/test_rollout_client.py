@@ -601,15 +601,19 @@ def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
     assert server.batch_sizes == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [(error(), "500"), (Answer(body=b'{"message": "cache reset, status: False"}'), "status=False")],
+)
 def test_an_ordered_call_that_fails_is_tried_once_more(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, answer: Answer, named: str
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    server.on_reset = lambda call: error()
+    server.on_reset = lambda call: answer
     with make_client(server, fence=fence, request_timeout_s=0.5) as client:
         ask(client, 1)
         client.settle(server.url)
-        assert "500" in client.suspects[server.url]
+        assert named in client.suspects[server.url]
     assert len(server.reset_calls) == 2
 
 

@@ -71,8 +71,8 @@ class ServerConnection:
         return PostResult(result.end, result.reason, tuple(completions))
 
     def reset_prefix_cache(self, *, timeout_s: float) -> PostResult:
-        """An ordered call: any well-formed answer proves that what was sent before it is over."""
-        return self._post(protocol.RESET_PREFIX_CACHE, {}, timeout_s, protocol.parse_cache_reset)
+        """An ordered call: ``ANSWERED`` means that what was sent before it is over."""
+        return self._post(protocol.RESET_PREFIX_CACHE, {}, timeout_s, _require_reset)
 
     def end(self) -> None:
         """Ends the call in progress and refuses later ones; both end as ``STOPPED``. Idempotent."""
@@ -178,6 +178,11 @@ class _Call:
         if self._cut_as is not None and self._socket is not None:
             with suppress(OSError):  # the peer may have closed it already
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _require_reset(reply: Any) -> None:
+    if not protocol.parse_cache_reset(reply):  # engines say so while something still runs
+        raise ProtocolError("an idle server resets its prefix cache, got status=False")
 
 
 def _how_it_ended(error: httpx.RequestError, cut_as: PostEnd | None) -> PostEnd:
