@@ -78,6 +78,35 @@ def test_a_refused_configuration_is_one_line_and_writes_nothing(tmp_path: Path, 
     assert [file.name for file in tmp_path.iterdir()] == ["bad.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("swift", "told"),
+    [
+        (
+            "{output_dir: out, model: ./absent}",
+            "swift.model must be a directory that exists, got model='absent'",
+        ),
+        ("{output_dir: out, model: owner/name, dataset: [absent.jsonl]}", "absent.jsonl"),
+        ("{model: owner/name}", "swift.output_dir"),
+    ],
+)
+def test_launch_refuses_missing_inputs_before_it_starts_anything(
+    tmp_path: Path, swift: str, told: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"swift: {swift}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "launch", "run.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert told in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
+
+
 def test_a_user_error_of_several_lines_is_told_on_one(
     valid: Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

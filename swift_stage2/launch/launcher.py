@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from swift_stage2.config import load_config
+from swift_stage2.dataset_check import check_datasets
 from swift_stage2.errors import ConfigError, ServerUnavailable
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
@@ -16,6 +17,7 @@ from swift_stage2.launch.ports import refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.readiness import ReadinessProbe
 from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.model_check import check_model
 
 
 def launch(
@@ -27,11 +29,14 @@ def launch(
         The learner's exit status, or 128 + n when signal n ended the launch.
 
     Raises:
-        ConfigError: the configuration is refused, or a port is in use.
+        ConfigError: the configuration is refused, a checkpoint is missing, or a port is in use.
+        DatasetError: a data set is refused.
         ServerUnavailable: a server ended, or did not answer within ``rollout.start_timeout_s``.
     """
     config = load_config(config_path)
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node)
+    check_model(config.swift)
+    check_datasets(config.swift)
     refuse_busy_ports(plan.servers)
     for warning in config.warnings:
         show(f"[launch] warning: {warning}")

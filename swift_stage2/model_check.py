@@ -1,0 +1,54 @@
+"""Refuses a missing checkpoint with one line, before a hub client would go looking for it outside.
+
+Looks at directories only; a hub id is ms-swift's own business. Called by ``launch`` and by every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.errors import ConfigError
+
+# ms-swift's argument, and the file that makes a directory what the argument asks for.
+_MARKS = {
+    "model": "config.json",
+    "adapters": "adapter_config.json",
+    "resume_from_checkpoint": "trainer_state.json",
+}
+
+
+def check_model(swift_arguments: Mapping[str, Any]) -> None:
+    """Checks every local directory that ``model``, ``adapters`` and ``resume_from_checkpoint`` name.
+
+    Raises:
+        ConfigError: none of them is given, or a directory is missing or is no checkpoint.
+    """
+    named = 0
+    for argument, mark in _MARKS.items():
+        value = swift_arguments.get(argument) or ()
+        for place in [value] if isinstance(value, str) else list(value):
+            named += 1
+            if _is_local(str(place)):
+                _check_directory(argument, Path(str(place)).expanduser(), mark)
+    if named == 0:
+        raise ConfigError(
+            "swift.model must name a checkpoint, got none; write the directory of a stage-1 checkpoint"
+        )
+
+
+def _is_local(place: str) -> bool:
+    """A hub id is ``owner/name`` and names nothing on this machine."""
+    return place.startswith((".", "/", "~")) or place.count("/") != 1 or Path(place).exists()
+
+
+def _check_directory(argument: str, directory: Path, mark: str) -> None:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"swift.{argument} must be a directory that exists, got {argument}={str(directory)!r}; check the path"
+        )
+    if not (directory / mark).is_file():
+        raise ConfigError(
+            f"swift.{argument} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
+        )

@@ -1,0 +1,65 @@
+"""A missing checkpoint is the user's mistake, told before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_stage2.errors import ConfigError
+from swift_stage2.model_check import check_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for mark in ("config.json", "adapter_config.json", "trainer_state.json"):
+        (tmp_path / "good").mkdir(exist_ok=True)
+        (tmp_path / "good" / mark).write_text("{}")
+    return tmp_path / "good"
+
+
+def test_checkpoints_that_exist_pass(checkpoint: Path) -> None:
+    check_model({"model": str(checkpoint)})
+    check_model(
+        {"model": str(checkpoint), "adapters": [str(checkpoint)], "resume_from_checkpoint": str(checkpoint)}
+    )
+    check_model({"adapters": str(checkpoint)})
+
+
+def test_a_hub_id_is_not_looked_for() -> None:
+    check_model({"model": "Qwen/Qwen2.5-VL-3B-Instruct"})
+
+
+def test_an_id_that_is_also_a_directory_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"swift\.model must hold config\.json, got model='runs/first'"):
+        check_model({"model": "runs/first"})
+
+
+@pytest.mark.parametrize("place", ["/no/such/model", "./model", "runs/a/checkpoint-7", "model"])
+@pytest.mark.parametrize("argument", ["model", "adapters", "resume_from_checkpoint"])
+def test_a_missing_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"swift\.{argument} must be a directory that exists, got {argument}="
+    ):
+        check_model({argument: [place] if argument == "adapters" else place})
+
+
+@pytest.mark.parametrize("mark", ["config.json", "adapter_config.json", "trainer_state.json"])
+def test_a_directory_that_is_no_checkpoint_is_named_with_what_it_lacks(checkpoint: Path, mark: str) -> None:
+    (checkpoint / mark).unlink()
+    everything: dict[str, Any] = dict.fromkeys(
+        ("model", "adapters", "resume_from_checkpoint"), str(checkpoint)
+    )
+    with pytest.raises(ConfigError, match=f"must hold {mark}"):
+        check_model(everything)
+
+
+def test_no_checkpoint_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"swift\.model must name a checkpoint, got none"):
+        check_model({"dataset": ["d.jsonl"]})
