@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.config import ServerConfig, Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
-from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv
+from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
 from swift_stage2.errors import ConfigError, UserError
 
 BASE: dict[str, Any] = {
@@ -396,6 +396,17 @@ def test_arguments_become_argv() -> None:
         "--model", "m", "--dataset", "a.jsonl", "b.jsonl", "--bf16", "true", "--use_cpu", "false",
         "--learning_rate", "1e-05", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}',
     ]  # fmt: skip
+
+
+def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
+    valid = ("learning_rate", "model", "lr_scheduler_type")
+    refuse_unknown_names({"model": "m", "learning_rate": 1}, valid)
+    with pytest.raises(
+        ConfigError, match="unknown key 'lerning_rate' in section swift; did you mean 'learning_rate'"
+    ):
+        refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
+    with pytest.raises(ConfigError, match="unknown key 'xyz' in section swift; see ms-swift"):
+        refuse_unknown_names({"xyz": 1}, valid)
 
 
 def test_importing_the_configuration_loads_no_heavy_package() -> None:

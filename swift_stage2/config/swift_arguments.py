@@ -7,10 +7,11 @@ by its parser when training starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swift_stage2.config.binding import closest
 from swift_stage2.errors import ConfigError
 
 
@@ -81,6 +82,19 @@ def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
                 f"swift.{rule.key} is not supported with channel B ({rule.reason}), "
                 f"got {rule.key}={arguments[rule.key]!r}; {rule.remedy}, or write b_ratio: 0"
             )
+
+
+def refuse_unknown_names(arguments: Mapping[str, Any], valid: Collection[str]) -> None:
+    """Refuses an argument that ms-swift does not have; the trainer knows the valid names once it is imported.
+
+    Raises:
+        ConfigError: names the nearest valid argument, where one is near.
+    """
+    for name in arguments:
+        if name not in valid:
+            near = closest(name, tuple(valid))
+            hint = f"did you mean {near!r}?" if near else "see ms-swift's command-line parameters"
+            raise ConfigError(f"unknown key {name!r} in section swift; {hint}")
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:
