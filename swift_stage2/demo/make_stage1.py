@@ -1,8 +1,9 @@
 """Makes the demo's stage-1 checkpoint from nothing: ``python -m swift_stage2.demo.make_stage1 OUT_DIR``.
 
 Plain supervised training on three quarters shapes and one quarter digits, in the prompt format that the
-ms-swift template gives. Ends while the model still has much to learn, so that stage 2 has room. Needs
-about 20 minutes on two cores; every checkpoint on the way is a complete model directory.
+ms-swift template gives: first with objects in reading order, which a small model learns in a third of the
+steps, then in shuffled order, as real data has them. Needs about 20 minutes on two cores; every checkpoint
+on the way is a complete model directory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ BATCH_SIZE = 32
 PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 100
 DIGITS_EVERY = 4
+ORDERED_SHARE = 0.7  # of the steps, with objects in reading order
 
 
 def new_detector(seed: int) -> Detector:
@@ -36,13 +39,18 @@ def new_detector(seed: int) -> Detector:
         return load_detector(directory)
 
 
-def training_scenes(step: int) -> list[Scene]:
-    """The batch of one step, the same for the same step."""
+def training_scenes(step: int, *, ordered: bool) -> list[Scene]:
+    """The batch of one step, the same whenever it is asked for; ``ordered`` lists objects top to bottom."""
     scenes = []
     for index in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE):
         kind = SceneKind.DIGITS if index % DIGITS_EVERY == 0 else SceneKind.SHAPES
-        scenes.append(make_scene(kind, scene_seed(Split.TRAIN, index, stream=STAGE1_STREAM)))
+        scene = make_scene(kind, scene_seed(Split.TRAIN, index, stream=STAGE1_STREAM))
+        scenes.append(_in_reading_order(scene) if ordered else scene)
     return scenes
+
+
+def _in_reading_order(scene: Scene) -> Scene:
+    return replace(scene, objects=tuple(sorted(scene.objects, key=lambda item: (item[1][1], item[1][0]))))
 
 
 def train(
@@ -58,7 +66,8 @@ def train(
     detector.model.train()
     started = time.monotonic()
     for step in range(num_steps):
-        loss = detector.model(**detector.batch(training_scenes(step))).loss
+        scenes = training_scenes(step, ordered=step < ORDERED_SHARE * num_steps)
+        loss = detector.model(**detector.batch(scenes)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(detector.model.parameters(), 1.0)
         optimizer.step()
@@ -109,8 +118,9 @@ shapes (three quarters) and of handwritten digits (one quarter, scikit-learn's `
     python -m swift_stage2.demo.make_stage1 OUT_DIR --steps {num_steps} --seed {seed}
 
 This is `OUT_DIR/step-{step:05d}`: step {step} of {num_steps}, batch {BATCH_SIZE}, AdamW with a peak
-learning rate of {PEAK_LEARNING_RATE} and cosine decay. It is kept short of what the model can learn, so
-that stage 2 has room.
+learning rate of {PEAK_LEARNING_RATE} and cosine decay. In the first {ORDERED_SHARE:.0%} of the steps the objects
+stand in reading order, then in shuffled order. It is kept short of what the model can learn, so that
+stage 2 has room.
 
 Greedy answers on held-out scenes, labels included, at IoU 0.5:
 

@@ -49,6 +49,8 @@ MAX_PIXELS = 448 * 448
 
 _HIDDEN_SIZE = 128
 _PATCH_SIZE = 14  # qwen_vl_utils resizes Qwen2.5-VL's images to multiples of 2 x 14
+# Columns turn with the lowest frequencies. At Qwen's 1e6 or 1e4 they would not differ over a grid of four.
+_ROPE_THETA = 100.0
 _MAX_NUMBER = 999
 _MAX_TOKENS = 4096
 _PIECES = ('[{"bbox_2d": [', '"}, {"bbox_2d": [', '], "label": "', '"}]', ", ", "[]")
@@ -126,7 +128,8 @@ def save_model(
 
 
 def _build_config(vocab_size: int) -> Qwen2_5_VLConfig:
-    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    sections = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
+    rope = {**sections, "rope_theta": _ROPE_THETA}
     text = {
         "vocab_size": vocab_size,
         "hidden_size": _HIDDEN_SIZE,

@@ -9,15 +9,39 @@ import torch
 from swift_stage2.demo import make_stage1
 from swift_stage2.demo.detector import load_detector
 from swift_stage2.demo.make_stage1 import new_detector, train, training_scenes
-from swift_stage2.demo.scenes import DIGIT_LABEL
+from swift_stage2.demo.scenes import DIGIT_LABEL, Scene
 
 
 def test_training_scenes_are_fixed_and_mixed() -> None:
-    first, again, other = training_scenes(3), training_scenes(3), training_scenes(4)
+    first, again, other = (training_scenes(step, ordered=False) for step in (3, 3, 4))
     assert [scene.objects for scene in first] == [scene.objects for scene in again]
     assert [scene.objects for scene in first] != [scene.objects for scene in other]
     digits = sum(scene.objects[0][0] == DIGIT_LABEL for scene in first)
     assert digits * make_stage1.DIGITS_EVERY == len(first)
+
+
+def test_reading_order_changes_the_order_and_nothing_else() -> None:
+    shuffled, ordered = training_scenes(0, ordered=False), training_scenes(0, ordered=True)
+    for before, after in zip(shuffled, ordered, strict=True):
+        assert sorted(before.objects) == sorted(after.objects)
+        assert before.image.tobytes() == after.image.tobytes()
+        tops = [box[1] for _, box in after.objects]
+        assert tops == sorted(tops)
+    assert [scene.objects for scene in shuffled] != [scene.objects for scene in ordered]
+
+
+def test_order_is_shuffled_in_the_last_part_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def recorded(step: int, *, ordered: bool) -> list[Scene]:
+        asked.append(ordered)
+        return training_scenes(step, ordered=ordered)[:1]
+
+    monkeypatch.setattr(make_stage1, "training_scenes", recorded)
+    train(new_detector(seed=0), tmp_path, num_steps=10, save_every_steps=10, num_eval_scenes=1, seed=0)
+    assert asked == [True] * 7 + [False] * 3
 
 
 def test_training_learns_and_leaves_loadable_checkpoints(
@@ -26,7 +50,7 @@ def test_training_learns_and_leaves_loadable_checkpoints(
     monkeypatch.setattr(make_stage1, "BATCH_SIZE", 4)
     monkeypatch.setattr(make_stage1, "WARMUP_STEPS", 1)
     detector = new_detector(seed=5)
-    batch = detector.batch(training_scenes(0))
+    batch = detector.batch(training_scenes(0, ordered=True))
     with torch.no_grad():
         before = detector.model(**batch).loss.item()
     train(detector, tmp_path, num_steps=6, save_every_steps=4, num_eval_scenes=2, seed=5)
