@@ -65,7 +65,7 @@ class Pacer:
         if room <= 0:
             return PacingDecision(0, PacingReason.TARGET_MET)
         if state.production_steps is None:
-            return PacingDecision(room, PacingReason.NOT_MEASURED)
+            return self._decide_blindly(state, PacingReason.NOT_MEASURED)
         quick = self._shortage(state, state.holding_pace.quick_steps)
         if quick.num_packs:
             reason = PacingReason.PRODUCTION_BINDS if self.verdict(state).binds else PacingReason.NEEDED
@@ -74,7 +74,7 @@ class Pacer:
         if typical.num_packs and self._is_last_call(state, typical.step):
             return PacingDecision(min(room, typical.num_packs), PacingReason.LAST_CALL)
         if state.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP:
-            return PacingDecision(room, PacingReason.CATCHING_UP)
+            return self._decide_blindly(state, PacingReason.CATCHING_UP)
         return PacingDecision(
             0, PacingReason.TOO_EARLY if quick.step is not None else PacingReason.TARGET_MET
         )
@@ -97,6 +97,15 @@ class Pacer:
         productions = self._productions_per_cycle(state)
         made_per_step = productions * state.packs_per_production / self._busy_cycle(state)
         return PacingVerdict(made_per_step, self.b_ratio * self.packs_per_b_step)
+
+    def _decide_blindly(self, state: PacingState, reason: PacingReason) -> PacingDecision:
+        """Fill up to the target without a forecast: what is fresh now counts, so no version is made twice over."""
+        num_fresh = sum(
+            is_fresh(version, current=state.current_version, window=self.version_window)
+            for _, version in self._outlook(state).packs_at_hand()
+        )
+        room = self.target_packs - num_fresh
+        return PacingDecision(room, reason) if room > 0 else PacingDecision(0, PacingReason.TARGET_MET)
 
     def _num_useful(self, state: PacingState) -> int:
         """Count the packs, ready and in the making, that will be fresh at the next wanted step they can reach."""

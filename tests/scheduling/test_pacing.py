@@ -95,6 +95,16 @@ def test_missed_steps_end_the_trust_in_the_forecast() -> None:
     assert PACER.decide(replace(early, missed_in_a_row=2)) == PacingDecision(4, PacingReason.CATCHING_UP)
 
 
+@pytest.mark.parametrize("blind", [{"production_steps": None}, {"missed_in_a_row": 9}])
+def test_a_decision_without_forecast_fills_the_target_once(blind: dict[str, int | None]) -> None:
+    """Packs that the forecast calls useless count all the same: an instant server must not be asked for ever."""
+    early = replace(after_round(3), **blind)
+    assert PACER.decide(early).num_packs == 4
+    assert PACER.decide(replace(early, ready_versions=(3, 3, 1))).num_packs == 1
+    assert PACER.decide(replace(early, ready_versions=(3,) * 4)).reason is PacingReason.TARGET_MET
+    assert PACER.decide(replace(early, making=(PacksInMaking(3, 4, 0.5),))).num_packs == 0
+
+
 def test_no_channel_b_no_packs() -> None:
     off = replace(PACER, b_ratio=0)
     assert off.decide(after_round(3)) == PacingDecision(0, PacingReason.CHANNEL_B_OFF)
