@@ -76,13 +76,13 @@ def bind(host: str, port: int) -> socket.socket:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 for a mistake of the user, 1 if it broke."""
     arguments = _parse(argv)
-    _configure_logging()
     try:
         _check_paths(arguments)
         listener = bind(arguments.host, arguments.port)
     except UserError as error:
         print(f"swift-stage2 rollout: {error}", file=sys.stderr)
         return _EXIT_USER_ERROR
+    _configure_logging()
     api_key = os.environ.get(arguments.api_key_env) or None
     _warn_when_open(arguments.host, api_key)
     engine = TransformersRolloutEngine(

@@ -10,30 +10,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed
-from swift_stage2.rollout_protocol import Completion, TensorSpec
+from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.batching import BatchQueue, Task
 from swift_stage2.rollout_server.engine import (
     EngineState,
     EngineStatus,
     GenerationRequest,
     InstalledWeights,
-    Sampling,
     Ticket,
     WeightStamp,
 )
+from swift_stage2.rollout_server.jobs import Job, JobBook
 from swift_stage2.weight_checksum import checksum_tensor
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
-    from swift_stage2.rollout_server.swift_generator import EncodedRow, SwiftGenerator
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
@@ -45,27 +44,6 @@ class InstallFault(StrEnum):
     NONE = "none"
     SKIP_COPY = "skip_copy"
     FLIP_ELEMENT = "flip_element"
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """One request on its way; a ``Ticket``."""
-
-    request: GenerationRequest
-    future: Future[Completion] = field(default_factory=Future)
-    row: EncodedRow | None = None
-    aborted: bool = False
-    alone: bool = False
-
-    @property
-    def key(self) -> tuple[Sampling, bool, int | None]:
-        return self.request.sampling, self.request.with_log_probs, id(self) if self.alone else None
-
-    def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # only the engine ends it
-
-    def abort(self) -> None:
-        self.aborted = True
 
 
 class TransformersRolloutEngine:
@@ -85,13 +63,12 @@ class TransformersRolloutEngine:
         self.model = model
         self.install_fault = install_fault
         self._load = load
-        self._queue: BatchQueue[_Job] = BatchQueue(max_batch_size=max_batch_size)
+        self._queue: BatchQueue[Job] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
-        self._lock = threading.Lock()
-        self._open_jobs: set[_Job] = set()
+        self._book = JobBook()
         self._state, self._detail = EngineState.LOADING, ""
-        self._running: tuple[_Job, ...] = ()
-        self._batches_run = self._completions_made = 0
+        self._running: tuple[Job, ...] = ()
+        self._batches_run = 0
         self._stamp = WeightStamp()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._loaded = threading.Event()
@@ -111,14 +88,14 @@ class TransformersRolloutEngine:
         state, detail = self._state, self._detail
         if not self._thread.is_alive() and state in (EngineState.LOADING, EngineState.READY):
             state, detail = EngineState.BROKEN, "the engine's thread has died"
-        num_open, num_running = len(self._open_jobs), len(self._running)
+        num_open, num_running = len(self._book), len(self._running)
         return EngineStatus(
             state,
             detail,
             num_waiting=max(0, num_open - num_running),
             num_running=num_running,
             batches_run=self._batches_run,
-            completions_made=self._completions_made,
+            completions_made=self._book.completions_made,
         )
 
     def manifest(self) -> tuple[TensorSpec, ...]:
@@ -131,16 +108,14 @@ class TransformersRolloutEngine:
         if status.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {status.state}: {status.detail or 'ask again later'}")
         self._queue.expect(len(requests))
-        jobs = [_Job(request) for request in requests]
-        with self._lock:
-            self._open_jobs.update(jobs)
+        jobs = [Job(request) for request in requests]
+        self._book.add(jobs)
         for job in jobs:
             self._encoders.submit(self._encode, job)
         return list(jobs)
 
     def abort(self) -> int:
-        with self._lock:
-            jobs = list(self._open_jobs)
+        jobs = self._book.open_jobs()
         for job in jobs:
             job.abort()
         for job in jobs:
@@ -149,9 +124,7 @@ class TransformersRolloutEngine:
         return len(jobs)
 
     def settle(self, timeout_s: float) -> bool:
-        with self._lock:
-            futures = [job.future for job in self._open_jobs]
-        return not wait(futures, timeout_s).not_done
+        return self._book.settle(timeout_s)
 
     def install(
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
@@ -178,13 +151,13 @@ class TransformersRolloutEngine:
         self._thread.join(timeout_s)
 
     # --- encoder threads ------------------------------------------------------------------------
-    def _encode(self, job: _Job) -> None:
+    def _encode(self, job: Job) -> None:
         try:
             if not job.aborted:
                 job.row = self._ready_generator().encode_row(job.request)
         except Exception as error:  # top of a pool thread: a broken sample is that request's own failure
             self._queue.withdraw()
-            self._fail(job, error)
+            self._book.fail(job, error)
             return
         if job.aborted:
             self._queue.withdraw()
@@ -193,7 +166,7 @@ class TransformersRolloutEngine:
         try:
             self._queue.put(job, expected=True)
         except EngineUnavailable as error:
-            self._fail(job, error)
+            self._book.fail(job, error)
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -214,7 +187,7 @@ class TransformersRolloutEngine:
         finally:
             self._loaded.set()
 
-    def _do(self, work: list[_Job] | Task) -> None:
+    def _do(self, work: list[Job] | Task) -> None:
         if isinstance(work, Task):
             if work.future.set_running_or_notify_cancel():
                 try:
@@ -229,7 +202,7 @@ class TransformersRolloutEngine:
         if jobs:
             self._run_batch(jobs)
 
-    def _run_batch(self, jobs: list[_Job]) -> None:
+    def _run_batch(self, jobs: list[Job]) -> None:
         stamp = self._stamp
         self._running = tuple(jobs)
         try:
@@ -241,7 +214,7 @@ class TransformersRolloutEngine:
             )
         except torch.AcceleratorError:
             for job in jobs:
-                self._fail(job, EngineUnavailable("the accelerator failed under this batch"))
+                self._book.fail(job, EngineUnavailable("the accelerator failed under this batch"))
             raise  # nothing on the device can be trusted any more
         except Exception as error:  # a row that the model cannot take must not fail its neighbours
             self._running = ()
@@ -250,14 +223,18 @@ class TransformersRolloutEngine:
         self._running = ()
         self._batches_run += 1
         for job, row in zip(jobs, rows, strict=True):
-            completion = self._completion(
-                job, stamp, row.text, row.token_ids, row.end.name.lower(), row.log_probs
+            completion = job.completion(
+                stamp,
+                finish_reason=row.end.name.lower(),
+                text=row.text,
+                token_ids=row.token_ids,
+                log_probs=row.log_probs,
             )
-            self._finish(job, completion)
+            self._book.finish(job, completion)
 
-    def _retry_alone(self, jobs: list[_Job], error: Exception) -> None:
+    def _retry_alone(self, jobs: list[Job], error: Exception) -> None:
         if len(jobs) == 1:
-            self._fail(jobs[0], error)
+            self._book.fail(jobs[0], error)
             return
         _log.warning("a batch of %d failed and is run again one by one: %s", len(jobs), error)
         for job in jobs:
@@ -265,7 +242,7 @@ class TransformersRolloutEngine:
             try:
                 self._queue.put(job)
             except EngineUnavailable as closed:
-                self._fail(job, closed)
+                self._book.fail(job, closed)
 
     def _copy_weights(self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp) -> InstalledWeights:
         parameters = dict(self._ready_generator().model.named_parameters())
@@ -285,44 +262,8 @@ class TransformersRolloutEngine:
             raise EngineUnavailable("the model is not loaded yet; ask again later")
         return self._generator
 
-    def _completion(
-        self,
-        job: _Job,
-        stamp: WeightStamp,
-        text: str,
-        token_ids: tuple[int, ...],
-        finish_reason: str,
-        log_probs: tuple[float, ...] | None,
-    ) -> Completion:
-        return Completion(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            prompt_token_ids=job.row.prompt_token_ids if job.row else (),
-            images_size=job.row.images_size if job.row else (),
-            log_probs=log_probs,
-            weight_version=stamp.version,
-            run_id=stamp.run_id,
-        )
-
-    def _finish_unstarted(self, job: _Job) -> None:
-        self._finish(job, self._completion(job, self._stamp, "", (), "abort", None))
-
-    def _finish(self, job: _Job, completion: Completion) -> None:
-        if self._settle_job(job):
-            self._completions_made += 1
-            job.future.set_result(completion)
-
-    def _fail(self, job: _Job, error: Exception) -> None:
-        if self._settle_job(job):
-            job.future.set_exception(error)
-
-    def _settle_job(self, job: _Job) -> bool:
-        """True for the one caller that may end the job's future."""
-        with self._lock:
-            is_open = job in self._open_jobs
-            self._open_jobs.discard(job)
-            return is_open
+    def _finish_unstarted(self, job: Job) -> None:
+        self._book.finish(job, job.completion(self._stamp, finish_reason="abort"))
 
     def _stop(self, state: EngineState, detail: str) -> None:
         if self._state is not EngineState.BROKEN:
@@ -330,9 +271,8 @@ class TransformersRolloutEngine:
         for item in self._queue.close():
             if isinstance(item, Task):
                 item.future.cancel()
-        with self._lock:
-            jobs = list(self._open_jobs)
+        jobs = self._book.open_jobs()
         for job in jobs:
             job.abort()  # a running batch hands over what it has
             if state is EngineState.BROKEN or job not in self._running:
-                self._fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
+                self._book.fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))

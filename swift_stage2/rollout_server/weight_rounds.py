@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
 from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import RefusalReason, RoundProof, RoundRequest, TensorSpec
+from swift_stage2.rollout_protocol import RefusalReason, RoundProof, RoundRequest
 from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.manifest_check import compare_bucket, compare_manifests, require_all
 from swift_stage2.rollout_server.weight_receiver import (
     Bucket,
     ReceivedWeights,
@@ -26,7 +27,6 @@ from swift_stage2.rollout_server.weight_receiver import (
 )
 
 _log = logging.getLogger(__name__)
-_MAX_DIFFERENCES_SHOWN = 5
 _JOIN_TIMEOUT_S = 2.0
 # A round whose learner has been silent for so long gives way to another run's: the learner is dead.
 _LEASE_S = 30.0
@@ -97,7 +97,7 @@ class WeightRounds:
         A round that failed, or that the same run left open, gives way. Raises:
             RoundRefused: other tensors than the model's, another run's round, or completions in the making.
         """
-        self._compare_manifest(request.manifest)
+        compare_manifests(self._engine.manifest(), request.manifest)
         with self._lock:
             self._expire()
             held = self._round
@@ -151,7 +151,7 @@ class WeightRounds:
             current = self._open_round()
             receiver = self._listening(current)
         try:
-            self._compare_bucket(current, bucket)
+            compare_bucket(current.request.manifest, bucket)
             receiver.expect(bucket)
         except RoundFailed as error:
             self._fail(current, error)
@@ -174,7 +174,7 @@ class WeightRounds:
             if current.failure:
                 raise RoundFailed(current.failure)
             received = receiver.collect(current.end - self._clock())
-            self._require_all(current, received)
+            require_all(current.request.manifest, received)
             self._install(current, received)
         except RoundFailed as error:
             self._fail(current, error)
@@ -280,39 +280,7 @@ class WeightRounds:
             loaded=installed.loaded,
         )
 
-    # --- checks and waits, outside the lock -----------------------------------------------------
-    def _compare_manifest(self, manifest: Sequence[TensorSpec]) -> None:
-        own = {spec.name: spec for spec in self._engine.manifest()}
-        theirs = {spec.name: spec for spec in manifest}
-        differences = [
-            f"{name}: server {_shown(own.get(name))}, learner {_shown(theirs.get(name))}"
-            for name in sorted(own.keys() | theirs.keys())
-            if own.get(name) != theirs.get(name)
-        ]
-        if differences:
-            raise RoundRefused(
-                RefusalReason.MANIFEST_DIFFERS,
-                f"a round must bring the model's own tensors, got num_differences={len(differences)}: "
-                f"{'; '.join(differences[:_MAX_DIFFERENCES_SHOWN])}; serve the model that is trained",
-            )
-
-    def _compare_bucket(self, current: _Round, bucket: Bucket) -> None:
-        known = {spec.name: spec for spec in current.request.manifest}
-        for entry in bucket.entries:
-            if known.get(entry.spec.name) != entry.spec:
-                raise RoundFailed(
-                    f"a bucket must hold tensors of the round's manifest, got {entry.spec.name} "
-                    f"{_shown(entry.spec)}, manifest {_shown(known.get(entry.spec.name))}"
-                )
-
-    def _require_all(self, current: _Round, received: ReceivedWeights) -> None:
-        missing = [spec.name for spec in current.request.manifest if spec.name not in received.tensors]
-        if missing:
-            raise RoundFailed(
-                f"every tensor of the manifest must arrive, got num_missing={len(missing)}: "
-                f"{', '.join(missing[:_MAX_DIFFERENCES_SHOWN])}"
-            )
-
+    # --- waits, outside the lock ----------------------------------------------------------------
     def _install(self, current: _Round, received: ReceivedWeights) -> None:
         stamp = WeightStamp(current.request.version, current.request.run_id)
         with self._lock:
@@ -341,7 +309,3 @@ class WeightRounds:
     def _release_port(self, ended: _Round | None) -> None:
         if ended is not None and ended.receiver is not None:
             ended.receiver.join(_JOIN_TIMEOUT_S)
-
-
-def _shown(spec: TensorSpec | None) -> str:
-    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"

@@ -1,0 +1,104 @@
+"""Requests on their way through an engine, and the book that lets each end exactly once.
+
+A job may be ended by an encoder thread, the engine's thread, an abort or the shutdown; the book decides who was
+first. Called by the transformers engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from swift_stage2.rollout_protocol import Completion
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling, WeightStamp
+
+if TYPE_CHECKING:  # importing ms-swift takes seconds; the engine's thread does it
+    from swift_stage2.rollout_server.swift_generator import EncodedRow
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request; a ``Ticket``. ``alone`` keeps it out of other jobs' batches."""
+
+    request: GenerationRequest
+    future: Future[Completion] = field(default_factory=Future)
+    row: EncodedRow | None = None
+    aborted: bool = False
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # only the engine ends it
+
+    @property
+    def key(self) -> tuple[Sampling, bool, int | None]:
+        """Jobs with equal keys may share a batch."""
+        return self.request.sampling, self.request.with_log_probs, id(self) if self.alone else None
+
+    def abort(self) -> None:
+        """Asks for an early end; does nothing once the job has ended."""
+        self.aborted = True
+
+    def completion(
+        self,
+        stamp: WeightStamp,
+        *,
+        finish_reason: str,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        log_probs: tuple[float, ...] | None = None,
+    ) -> Completion:
+        """The answer under the weights that ``stamp`` names; without tokens when it never started."""
+        return Completion(
+            text=text,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            prompt_token_ids=self.row.prompt_token_ids if self.row else (),
+            images_size=self.row.images_size if self.row else (),
+            log_probs=log_probs,
+            weight_version=stamp.version,
+            run_id=stamp.run_id,
+        )
+
+
+class JobBook:
+    """All jobs that have not ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[Job] = set()
+        self.completions_made = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            self._open.update(jobs)
+
+    def open_jobs(self) -> list[Job]:
+        with self._lock:
+            return list(self._open)
+
+    def finish(self, job: Job, completion: Completion) -> None:
+        """Answers the job, unless it has ended."""
+        if self._strike(job):
+            self.completions_made += 1
+            job.future.set_result(completion)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """Fails the job, unless it has ended."""
+        if self._strike(job):
+            job.future.set_exception(error)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits for the jobs that are open now; False when they did not all end in time."""
+        return not wait([job.future for job in self.open_jobs()], timeout_s).not_done
+
+    def _strike(self, job: Job) -> bool:
+        with self._lock:
+            was_open = job in self._open
+            self._open.discard(job)
+            return was_open
