@@ -138,7 +138,17 @@ def start_run(
     if config.b_enabled:
         _wait_for_servers(config, control)
         channel_b = _build_channel_b(
-            config, rows, template, module, control, telemetry, run_id, seed, make_canary, packed_loss, packs_per_step
+            config,
+            rows,
+            template,
+            module,
+            control,
+            telemetry,
+            run_id,
+            seed,
+            make_canary,
+            packed_loss,
+            packs_per_step,
         )
     starvation = config.stage2_ab.starvation
     watched = channel_b is not None and starvation.action is not StarvationAction.OFF
@@ -199,10 +209,10 @@ def _build_channel_b(
         weights={group: getattr(target.weights, group.value) for group in TokenGroup},
     )
     source = SampleSource(rows, rank=control.rank, world_size=control.world_size, seed=seed)
-    samples = _usable_samples(rows, seed)
+    samples = _usable_samples(rows, seed, encoder)
     _check_samples(config, encoder, task, samples)
     half = next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
-    check_isolation(encoder, task, samples[:_NUM_ISOLATION_SAMPLES], packed_loss, half_precision=half)
+    check_isolation(encoder, task, samples, packed_loss, half_precision=half)
 
     clock = VersionClock()
     fence = InferFence(start_closed=True)
@@ -318,26 +328,40 @@ def _wait_for(session: ServerSession, end: float) -> str:
         time.sleep(_POLL_S)
 
 
-def _usable_samples(rows: Rows, seed: int) -> list[Sample]:
-    """The first usable samples in data set order, the same on every rank."""
+def _usable_samples(rows: Rows, seed: int, encoder: Encoder) -> list[Sample]:
+    """A few samples to check settings on, the same on every rank; a bad one is no reason not to start."""
     source = SampleSource(rows, rank=0, world_size=1, seed=seed)
-    drawn = source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows)))
-    samples = [item.sample for item in drawn if item.sample is not None]
+    samples: list[Sample] = []
+    problems: list[SampleError] = []
+    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows))):
+        try:
+            if drawn.sample is None:
+                raise drawn.error or SampleError("the row cannot be read")
+            encoder.encode_prompt(drawn.sample)
+            samples.append(drawn.sample)
+        except SampleError as error:
+            problems.append(error)
+        if len(samples) == _NUM_ISOLATION_SAMPLES:
+            break
     if not samples:
         raise DatasetError(
-            f"channel B needs rows with objects, got none among {len(drawn)} rows; "
-            "give every row objects={'ref': [...], 'bbox': [...]}"
-        )
+            f"channel B needs rows that it can use, got none among num_rows={len(problems)}, the first because: "
+            f"{problems[0]}; mend the data set"
+        ) from problems[0]
     return samples
 
 
-def _check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
+def _check_samples(
+    config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]
+) -> None:
     """What only the real template and tokenizer can tell about the data and the settings."""
     try:
         prompt = encoder.encode_prompt(samples[0])
         answer, objects = encoder.check_answer_format(samples[0])
     except SampleError as error:
-        raise DatasetError(f"the template cannot encode the data set's rows: {error}") from error
+        raise DatasetError(
+            f"channel A must be able to train the data set's rows, got {error}; mend them"
+        ) from error
     task.check_answer(answer, objects)
     needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
     packing_length = config.stage2_ab.channel_b.packing.packing_length

@@ -55,7 +55,9 @@ def _check_line(line: str, where: str) -> None:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DatasetError(f"{where}: every line must be one JSON object: {error}; mend or remove the line") from error
+        raise DatasetError(
+            f"{where}: every line must be one JSON object: {error}; mend or remove the line"
+        ) from error
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
         raise DatasetError(f"{where}: a row needs messages=[{{'role': ..., 'content': ...}}, ...]; add them")
     try:
@@ -63,9 +65,19 @@ def _check_line(line: str, where: str) -> None:
     except SampleError as error:
         raise DatasetError(f"{where}: {error}; mend or remove the row") from error
     images = row.get("images") or []
-    sizes = [_image_size(str(image), where) for image in ([images] if isinstance(images, str) else images)]
+    paths = [_image_path(image, where) for image in (images if isinstance(images, list) else [images])]
+    sizes = [_image_size(path, where) for path in paths]
     if row["objects"].get("bbox_type", "real") == "real" and len(sizes) == 1:
         _check_bounds(boxes, sizes[0], where)
+
+
+def _image_path(image: Any, where: str) -> str:
+    path = image.get("path") if isinstance(image, Mapping) else image
+    if not isinstance(path, str) or not path:
+        raise DatasetError(
+            f"{where}: an image must be the path of a file, got {image!r}; write images=['…/a.png']"
+        )
+    return path
 
 
 def _image_size(image: str, where: str) -> tuple[int, int]:
@@ -76,7 +88,7 @@ def _image_size(image: str, where: str) -> tuple[int, int]:
     try:
         with Image.open(path) as opened:
             return opened.size
-    except OSError as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise DatasetError(
             f"{where}: an image must be a readable picture, got {image}: {error}; mend the path "
             "(relative ones are read from the working directory or ROOT_IMAGE_DIR)"

@@ -7,12 +7,13 @@ complains when it does not; so the packed loss is compared with the sum of the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.records import Rollout, Sample, Segment, VersionSpan
 from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
 # Leaking segments were seen at 1.2e-3 in float32, where isolated ones differ by 1e-7; half precision rounds
 # each loss to about 1e-3 by itself.
@@ -21,8 +22,15 @@ _HALF_PRECISION_TOLERANCE = 1e-2
 
 
 def ground_truth_segments(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> list[Segment]:
-    """Segments of samples whose rollout said nothing: their targets are the ground truth in its own order."""
-    return [_segment(encoder, task, sample) for sample in samples]
+    """Segments of samples whose rollout said nothing: their targets are the ground truth in its own order.
+
+    A sample that no segment can be made of is left out, as it is while training.
+    """
+    segments: list[Segment] = []
+    for sample in samples:
+        with suppress(SampleError):
+            segments.append(_segment(encoder, task, sample))
+    return segments
 
 
 def isolation_error(
@@ -46,10 +54,17 @@ def check_isolation(
 
     Raises:
         ConfigError: the packed loss is not the sum of the single losses.
+        DatasetError: no segment can be made of any of the samples.
     """
-    error = isolation_error(encoder, ground_truth_segments(encoder, task, samples), packed_loss)
+    segments = ground_truth_segments(encoder, task, samples)
+    if not segments:
+        raise DatasetError(
+            f"channel B needs samples that fit a pack, got none among the first num_samples={len(samples)}; "
+            "raise stage2_ab.channel_b.packing.packing_length or mend the rows"
+        )
+    error = isolation_error(encoder, segments if len(segments) > 1 else segments * 2, packed_loss)
     limit = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
-    if error > limit:
+    if not error <= limit:  # a loss that is not a number shows nothing
         raise ConfigError(
             "packed segments must not see each other, got a packed loss that differs from the sum of single "
             f"losses by {error:.1e} (limit {limit:.0e}); set swift.attn_impl to sdpa, eager or flash_attn"
@@ -69,4 +84,6 @@ def _segment(encoder: Encoder, task: Task, sample: Sample) -> Segment:
         spans=(VersionSpan(0, 0, 0),),
     )
     target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
-    return encoder.encode_segment(rollout, prompt, target, closing_weight=task.closing_weight, sample_id="check")
+    return encoder.encode_segment(
+        rollout, prompt, target, closing_weight=task.closing_weight, sample_id="check"
+    )

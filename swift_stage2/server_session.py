@@ -6,8 +6,11 @@ Used by rank 0's weight sync and by start-up checks, never for rollouts. Foreign
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ConfigError, ProtocolError, ServerFault
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
@@ -32,12 +35,20 @@ class Deadline:
         """Seconds left, never less than a small positive number, so that it is always a valid timeout."""
         return max(_SHORTEST_TIMEOUT_S, self._end - self._clock())
 
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self._clock() >= self._end
+
 
 class ServerSession:
     """Control connection to one server. Proxies from the environment are ignored; the key is never shown."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
+        if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise ConfigError("the API key must be printable ASCII without spaces; check rollout.api_key_env")
+        self._api_key = api_key
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A fresh connection per call: an idle one that a restarted server closed would look like a loss.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -63,7 +74,7 @@ class ServerSession:
             ServerFault: unreachable, an error status, or a reply that is not what the wire allows.
         """
         try:
-            response = self._http.get(protocol.SERVER_INFO, timeout=deadline.remaining_s())
+            response = self._request("GET", protocol.SERVER_INFO, deadline)
             if response.status_code == _NOT_FOUND:
                 return protocol.ServerInfo(stock=True)
             return protocol.ServerInfo.from_json(self._body(response))
@@ -73,7 +84,7 @@ class ServerSession:
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
         try:
-            return self._body(self._http.get(path, timeout=deadline.remaining_s()))
+            return self._body(self._request("GET", path, deadline))
         except (httpx.HTTPError, ProtocolError) as error:
             raise self._fault(path, error) from error
 
@@ -81,9 +92,7 @@ class ServerSession:
         """Body of a POST's reply. Raises ServerFault as ``info`` does."""
         headers = {protocol.ROUND_HEADER: round_id} if round_id else {}
         try:
-            return self._body(
-                self._http.post(path, json=body, headers=headers, timeout=deadline.remaining_s())
-            )
+            return self._body(self._request("POST", path, deadline, json=body, headers=headers))
         except (httpx.HTTPError, ProtocolError) as error:
             raise self._fault(path, error) from error
 
@@ -91,13 +100,76 @@ class ServerSession:
         """Closes the connection. May be called again."""
         self._http.close()
 
+    def _request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        timeout_s = deadline.remaining_s()
+        with _CallDeadline(timeout_s) as call:
+            extensions = {"trace": call.trace}
+            response = self._http.request(method, path, timeout=timeout_s, extensions=extensions, **content)
+        if call.expired:  # a cut can look like the end of a reply without a length
+            raise httpx.ReadTimeout(f"the reply had not ended after {timeout_s:.1f} s")
+        return response
+
     def _body(self, response: httpx.Response) -> Any:
         if response.status_code != httpx.codes.OK:
-            raise ProtocolError(f"status {response.status_code}: {response.text[:500]}")
+            raise _Refused(f"status {response.status_code}: {response.text[:500]}", _reason_of(response))
         try:
             return response.json()
         except ValueError as error:
             raise ProtocolError(f"the reply is not JSON: {response.text[:200]!r}") from error
 
     def _fault(self, path: str, error: Exception) -> ServerFault:
-        return ServerFault(f"{self.base_url}{path}: {type(error).__name__}: {error}")
+        text = f"{self.base_url}{path}: {type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, _Refused) else None
+        return ServerFault(text.replace(self._api_key, "***") if self._api_key else text, reason=reason)
+
+
+class _Refused(ProtocolError):
+    """An error status; ``reason`` is what our server's body says besides its text."""
+
+    def __init__(self, message: str, reason: str | None) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _reason_of(response: httpx.Response) -> str | None:
+    try:
+        body = response.json()
+    except ValueError:
+        return None
+    reason = body.get("reason") if isinstance(body, Mapping) else None
+    return reason if isinstance(reason, str) else None
+
+
+class _CallDeadline:
+    """Ends one call at its deadline. httpx limits each read, which a server that trickles never exceeds."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._timer = threading.Timer(timeout_s, self._expire)
+        self._timer.daemon = True
+        self.expired = False
+
+    def __enter__(self) -> _CallDeadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Learns the call's socket from httpx's ``trace`` extension."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                self._shut_if_expired()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self.expired = True
+            self._shut_if_expired()
+
+    def _shut_if_expired(self) -> None:
+        if self.expired and self._socket is not None:
+            with suppress(OSError):  # the peer may have closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)

@@ -83,11 +83,13 @@ class SuspectProbe:
     def _ask(self, url: str) -> None:
         if not self._asking.acquire(blocking=False):
             return
-        try:
-            if not self._answers(url):
-                return
+        try:  # what was heard is noted before a round may begin, because the round forgets it
+            if self._answers(url):
+                self._note(url)
         finally:
             self._asking.release()
+
+    def _note(self, url: str) -> None:
         with self._changed:
             if url in self._watched:
                 self._answering = self._answering | {url}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from swift_stage2.errors import WeightSyncError
+from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.rollout_protocol import TensorSpec
 
 _ADAPTER_PREFIX = "base_model.model."
@@ -19,9 +19,14 @@ _BASE_LAYER = ".base_layer"
 
 
 class WeightExport:
-    """Reads one module. The module's structure must not change between calls."""
+    """Reads one module. The module's structure must not change between calls.
+
+    Raises:
+        ConfigError: the module has an adapter that is more than a difference added to its weight.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_other_adapters(module)
         self._module = module
         self._adapted = _adapted_layers(module)
 
@@ -106,6 +111,17 @@ def _adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
         for name, layer in module.named_modules()
         if hasattr(layer, "base_layer") and hasattr(layer, "get_delta_weight")
     }
+
+
+def _refuse_other_adapters(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        for variant in ("use_dora", "lora_bias"):
+            by_adapter = getattr(layer, variant, None)
+            if isinstance(by_adapter, dict) and any(by_adapter.values()):
+                raise ConfigError(
+                    f"LoRA must be a difference added to a weight, got {variant}=true in layer={name}; "
+                    "train without it"
+                )
 
 
 def _merged(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,16 @@
-"""What holds for every test: no network, one thread per process, reproducible examples.
+"""What holds for every test: no network, one thread per process, reproducible examples, one real data set.
 
 ``pythonpath`` in setup.cfg makes ``tests/`` importable, so that test files share the stand-ins beside them.
+Fixtures import their modules on first use: tests of the pure parts load no torch.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,3 +21,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve shape scenes of 150 x 100 pixels, which the tiny model's template resizes to multiples of 28."""
+    from swift_stage2.demo.grounding_dataset import write_dataset
+    from swift_stage2.demo.scenes import SceneKind, Split
+
+    directory = tmp_path_factory.mktemp("data") / "shapes"
+    return write_dataset(directory, SceneKind.SHAPES, 12, Split.TRAIN, 1, image_size=(150, 100))
+
+
+@pytest.fixture(scope="session")
+def rows(rows_file: Path) -> list[dict[str, Any]]:
+    """The rows of ``rows_file``; no test may change them."""
+    from real_model import read_rows
+
+    return read_rows(rows_file)
+
+
+@pytest.fixture
+def template() -> Any:
+    """The tiny model's own template in mode ``train``, as channel A holds it."""
+    from real_model import make_template
+
+    return make_template()

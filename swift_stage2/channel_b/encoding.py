@@ -15,12 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
 IGNORED_LABEL = -100
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")
+# What the template and the picture library raise for a row that they cannot use.
+_ENCODING_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    DecompressionBombError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +94,7 @@ class Encoder:
             "bbox": [list(box) for box in sample.boxes],
             **{key: value for key in ("bbox_type", "image_id") if (value := sample.row["objects"].get(key))},
         }
-        try:
-            encoding = self._template.encode(row, return_template_inputs=True, return_length=True)
-        except (ValueError, OSError, RuntimeError, TypeError, SyntaxError) as error:
-            raise SampleError(f"the template cannot encode the prompt: {type(error).__name__}: {error}") from error
+        encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
         boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
         _check_inside(boxes, inputs.images, self._template.norm_bbox)
@@ -97,7 +106,13 @@ class Encoder:
         return tuple(tokens["input_ids"]), tuple((start, end) for start, end in tokens["offset_mapping"])
 
     def encode_segment(
-        self, rollout: Rollout, prompt: PromptEncoding, target: Target, *, closing_weight: float, sample_id: str
+        self,
+        rollout: Rollout,
+        prompt: PromptEncoding,
+        target: Target,
+        *,
+        closing_weight: float,
+        sample_id: str,
     ) -> Segment:
         """Joins prompt and target to what ``template.encode`` gives for the same conversation.
 
@@ -155,13 +170,16 @@ class Encoder:
             batch["position_ids"] = torch.cat([text_positions[None], batch["position_ids"]])
         return batch
 
-    def check_answer_format(self, sample: Sample) -> tuple[str, tuple[tuple[str, tuple[int, int, int, int]], ...]]:
+    def check_answer_format(
+        self, sample: Sample
+    ) -> tuple[str, tuple[tuple[str, tuple[int, int, int, int]], ...]]:
         """Channel A's own answer to a sample as text, and the objects that it must spell out.
 
         Raises:
             DatasetError: the row has no answer.
+            SampleError: the template refuses the row.
         """
-        encoding = self._template.encode(copy.deepcopy(dict(sample.row)), return_length=True)
+        encoding = self._encode(copy.deepcopy(dict(sample.row)))
         answer = [
             token
             for token, label in zip(encoding["input_ids"], encoding["labels"], strict=True)
@@ -174,9 +192,21 @@ class Encoder:
         boxes = self.encode_prompt(sample).boxes
         return self._tokenizer.decode(answer), tuple(zip(sample.labels, boxes, strict=True))
 
+    def _encode(self, row: dict[str, Any], **options: Any) -> dict[str, Any]:
+        try:
+            encoding: dict[str, Any] = self._template.encode(row, return_length=True, **options)
+        except _ENCODING_ERRORS as error:
+            raise SampleError(
+                f"the template cannot encode the row: {type(error).__name__}: {error}"
+            ) from error
+        return encoding
+
     def _find_closing_ids(self) -> tuple[int, ...]:
         probe = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": {"token_ids": probe}}]
+        conversation = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": {"token_ids": probe}},
+        ]
         encoding = self._template.encode({"messages": conversation})
         start = next(i for i, label in enumerate(encoding["labels"]) if label != IGNORED_LABEL)
         return tuple(encoding["input_ids"][start + len(probe) :])
@@ -204,7 +234,9 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise SampleError("a row must end in a user message and, for channel A, its answer")
     for turn in messages:
         if isinstance(turn["content"], str) and any(mark in turn["content"] for mark in _PLACEHOLDERS):
-            raise SampleError(f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}; write labels and boxes out")
+            raise SampleError(
+                f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}; write labels and boxes out"
+            )
     return messages
 
 
@@ -249,4 +281,6 @@ def _check_inside(boxes: Sequence[Box | tuple[int, ...]], images: Sequence[Any],
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )

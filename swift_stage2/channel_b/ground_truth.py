@@ -5,7 +5,8 @@ Used by the sample source while training and by the data set check before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_stage2.channel_b.records import Box
@@ -22,6 +23,8 @@ def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Bo
     if not isinstance(objects, Mapping):
         raise SampleError("a row needs objects={'ref': [...], 'bbox': [...]}, got none")
     labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
+    if not (isinstance(labels, Sequence) and isinstance(boxes, Sequence)) or isinstance(labels, str):
+        raise SampleError("objects.ref and objects.bbox must be lists, got another type")
     if not boxes or len(labels) != len(boxes):
         raise SampleError(
             f"every object needs one label and one box, got num_ref={len(labels)} num_bbox={len(boxes)}"
@@ -32,10 +35,14 @@ def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Bo
 
 
 def _read_box(box: Any) -> Box:
-    numbers = [float(n) for n in box if isinstance(n, (int, float)) and not isinstance(n, bool)]
-    if len(numbers) != len(box) or len(numbers) != 4:
+    numbers = box if isinstance(box, Sequence) and not isinstance(box, str) else ()
+    if len(numbers) != 4 or not all(_is_number(number) for number in numbers):
         raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
-    x1, y1, x2, y2 = numbers
-    if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
+    x1, y1, x2, y2 = (float(number) for number in numbers)
+    if not (0 <= x1 <= x2 < math.inf and 0 <= y1 <= y2 < math.inf):
         raise SampleError(f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}")
     return x1, y1, x2, y2
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

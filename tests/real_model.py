@@ -1,0 +1,106 @@
+"""The demo's tiny model, its template and what channel B makes of its samples, for tests that need the real ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import swift_stage2.demo
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Segment, VersionSpan
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
+
+STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
+PACKING_LENGTH = 256
+
+
+@cache
+def tiny_model() -> tuple[Any, Any]:
+    """Model (float32, sdpa) and processor; no test may change the weights."""
+    return load_tiny_model(STAGE1)
+
+
+@cache
+def tiny_model_with(attn_impl: str) -> Any:
+    """The same model under another attention implementation."""
+    import torch
+    from swift.model import get_model_processor
+
+    model, _ = get_model_processor(
+        str(STAGE1), model_type=TINY_VL, torch_dtype=torch.float32, device_map="cpu", attn_impl=attn_impl
+    )
+    return model
+
+
+def make_template(**options: Any) -> Any:
+    """A template of its own, bound to the model; ``options`` are ms-swift's, ``norm_bbox`` for one."""
+    model, processor = tiny_model()
+    if not options:
+        return tiny_template(model, processor)
+    from swift.template import get_template
+
+    template = get_template(processor, template_type=TINY_VL, **options)
+    template.model = model
+    template.set_mode("train")
+    return template
+
+
+def make_encoder(template: Any = None, *, packing_length: int = PACKING_LENGTH) -> Encoder:
+    return Encoder(make_template() if template is None else template, packing_length=packing_length)
+
+
+def make_task(
+    dialect: str = "object_list", weights: Mapping[TokenGroup, float] | None = None, **settings: Any
+) -> DetectionTask:
+    """The detection task with the configuration's defaults."""
+    defaults: dict[str, Any] = {
+        "iou_threshold": 0.3,
+        "top_k": 10,
+        "unmatched_prediction_cost": 1.0,
+        "unmatched_ground_truth_cost": 1.0,
+        "same_label": False,
+    }
+    all_weights = dict.fromkeys(TokenGroup, 1.0) | dict(weights or {})
+    return DetectionTask(dialect=dialect, weights=all_weights, **(defaults | settings))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def sample_of(row: Mapping[str, Any], position: int = 0) -> Sample:
+    labels, boxes = read_ground_truth(row)
+    return Sample(SampleKey(epoch=0, position=position, index=position), row, labels, boxes)
+
+
+def rollout_of(
+    sample: Sample, text: str, prompt_token_ids: Sequence[int], *, version: int = 0, seconds: float = 0.0
+) -> Rollout:
+    """What a server would have answered, sampled under one version."""
+    return Rollout(
+        sample=sample,
+        text=text,
+        token_ids=(),
+        prompt_token_ids=tuple(prompt_token_ids),
+        truncated=False,
+        seed=1,
+        server="http://127.0.0.1:1",
+        spans=(VersionSpan(version, 0, 0),),
+        seconds=seconds,
+    )
+
+
+def segment_of(encoder: Encoder, task: DetectionTask, sample: Sample, text: str = "", version: int = 0) -> Segment:
+    """The whole way from an answer to a segment."""
+    prompt = encoder.encode_prompt(sample)
+    rollout = rollout_of(sample, text, prompt.token_ids, version=version)
+    target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
+    return encoder.encode_segment(
+        rollout, prompt, target, closing_weight=task.closing_weight, sample_id=f"s{sample.key.position}"
+    )
