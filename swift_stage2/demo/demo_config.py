@@ -161,8 +161,10 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "freeze_aligner": False,
         "torch_dtype": "float32",
         "attn_impl": "sdpa",
+        "check_model": False,  # it asks a hub whether a newer model exists
         "use_cpu": True,
         "ddp_backend": "gloo",
+        "ddp_find_unused_parameters": False,  # every scene has an image, so every parameter is used
         "gradient_checkpointing": False,
         "per_device_train_batch_size": PER_DEVICE_BATCH_SIZE,
         "gradient_accumulation_steps": GRADIENT_ACCUMULATION_STEPS,

@@ -87,6 +87,7 @@ class RunProgress:
     def _take_step(self, record: Record) -> None:
         if self.state.b_enabled and record["rank"] < len(self._depths):
             self._depths[record["rank"]] = record["queue_depth"]
+            self.state = replace(self.state, queue_depths=tuple(self._depths))
         if record["rank"] != 0:
             return
         self._channels.append(record["channel"])
@@ -102,7 +103,6 @@ class RunProgress:
             version=record["version"],
             version_lag=state.version_lag if lag is None else lag,
             round_pending=record["round_pending"],
-            queue_depths=tuple(self._depths) if state.b_enabled else (),
             rollouts_per_s=self._rate(record["time"]),
         )
 
