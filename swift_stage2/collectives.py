@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 _LISTEN_BACKLOG = 16
 _LEARNER_IS_HERE = "learner"
@@ -147,7 +147,7 @@ class WeightGroup:
         else:
             store = TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
             store.set(_LEARNER_IS_HERE, "1")
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._store: TCPStore | None = store

@@ -83,7 +83,14 @@ class ProtocolError(Stage2Error):
 
 
 class ServerFault(Stage2Error):
-    """One rollout server failed, lied or was lost during a sync round; it becomes suspect."""
+    """One rollout server failed, lied or was lost during a sync round; it becomes suspect.
+
+    ``reason`` is our server's own word for a refusal (``rollout_protocol.RefusalReason``), if it gave one.
+    """
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class WeightSyncError(Stage2Error):

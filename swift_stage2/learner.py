@@ -220,12 +220,13 @@ class Learner:
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
-            answering, suspects = b.probe.answering(), b.client.suspects
+            answering, suspects, pace = b.probe.answering(), b.client.suspects, b.pipeline.production_pace
             facts = replace(
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
-                production_steps=b.pipeline.production_steps,
+                production_steps=pace.typical_steps if pace else 0.0,
+                quick_production_steps=pace.quick_steps if pace else None,
                 servers_suspect=tuple(url in suspects for url in b.base_urls),
                 servers_answer_again=tuple(url in answering for url in b.base_urls),
             )
@@ -263,6 +264,7 @@ class Learner:
                 last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
                 round_pending=b.rounds.pending,
                 slowest_production_steps=outcome.slowest_production_steps,
+                slowest_quick_production_steps=outcome.slowest_quick_production_steps,
                 missed_in_a_row=self._missed_in_a_row,
                 max_prompts=self._max_prompts(b),
                 paused=outcome.truncation_guard,

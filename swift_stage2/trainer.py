@@ -166,7 +166,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         finally:
             model.train(was_training)
             self.custom_metrics["eval"].clear()
-        return float(loss) / max(1, self.accelerator.num_processes)
+        return float(loss.item()) / max(1, int(self.accelerator.num_processes))
 
     def _is_mid_epoch(self) -> bool:
         return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
@@ -237,7 +237,7 @@ class EngineCanary:
         return tokens
 
 
-class _Stage2Callback(TrainerCallback):  # type: ignore[misc]
+class _Stage2Callback(TrainerCallback):
     """Moments of Hugging Face's loop that the trainer class itself is not told of."""
 
     def __init__(self, trainer: Stage2Trainer) -> None:

@@ -25,6 +25,8 @@ from swift_stage2.weight_transport import WeightTransport
 # Every call of a round ends by this share of its time, so that only a thread that does not return by the
 # whole of it is a hang.
 _SHARE_FOR_CALLS = 0.8
+_SHARE_FOR_PATIENCE = 0.25  # of that, with a server that is still busy
+_BUSY_POLL_S = 0.05
 _MIB = 1 << 20
 
 
@@ -206,10 +208,7 @@ class _Push(threading.Thread):
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
             if not info.stock:
                 manifest = _agreed_manifest(own_manifest, info.manifest)
-                request = protocol.RoundRequest(
-                    self._round_id, self._sync._run_id, self._version, manifest, self._sync._timeout_s
-                )
-                session.post(protocol.BEGIN_ROUND, request.to_json(), deadline)
+                self._begin(session, manifest)
         with self._phase("connect"):
             transport = self._sync._transports.setdefault(self.server, self._sync._make_transport(info))
             transport.open(session, self._endpoint.group_port, deadline)
@@ -220,7 +219,7 @@ class _Push(threading.Thread):
             for path in (protocol.RESET_PREFIX_CACHE, protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
                 self._reset_cache(session, path)
             if not info.stock:
-                transport.close()
+                self._drop_transport()
         with self._phase("prove"):
             same_dtypes = info.stock or own_manifest == info.manifest
             self._ask_canary(session, must_agree=same_dtypes)
@@ -228,6 +227,22 @@ class _Push(threading.Thread):
                 body = session.post(protocol.FINISH_ROUND, {"round_id": self._round_id}, deadline)
                 self._check_proof(body, sent, info)
                 self._proof = "checksums+canary" if same_dtypes else "checksums"
+
+    def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
+        """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
+        timeout_s = self._deadline.remaining_s()
+        request = protocol.RoundRequest(
+            self._round_id, self._sync._run_id, self._version, manifest, timeout_s
+        )
+        patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
+        while True:
+            try:
+                session.post(protocol.BEGIN_ROUND, request.to_json(), self._deadline)
+                return
+            except ServerFault as fault:
+                if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
+                    raise
+            time.sleep(_BUSY_POLL_S)
 
     def _send_buckets(
         self, session: ServerSession, transport: WeightTransport, dtypes: dict[str, str]

@@ -24,14 +24,16 @@ from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
-from swift_stage2.scheduling.pacing import Pacer, PacingState
+from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.pacing_state import PacingState
+from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
-_SMOOTHING = 0.3  # weight of the newest measurement in a moving average
+_SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
 
 
 class QuarantineReason:
@@ -52,6 +54,7 @@ class StepView:
     last_commit_step: int
     round_pending: bool
     slowest_production_steps: float
+    slowest_quick_production_steps: float
     missed_in_a_row: int
     max_prompts: int
     paused: bool
@@ -111,7 +114,7 @@ class Pipeline:
         self._segments: list[Segment] = []
         self._view: StepView | None = None
         self._last_version_asked = -1
-        self._production_seconds: float | None = None
+        self._meter = ProductionMeter()
         self._segments_per_pack = 1.0
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -137,17 +140,14 @@ class Pipeline:
         return not self._thread.is_alive()
 
     @property
-    def production_steps(self) -> float:
-        """How long one production takes, in steps; 0 before the first."""
-        view = self._view
-        if self._production_seconds is None or view is None or not view.step_seconds:
-            return 0.0
-        return self._production_seconds / view.step_seconds
+    def production_pace(self) -> ProductionPace | None:
+        """How long this rank's productions take, in steps; None before the first."""
+        return self._meter.pace
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """What becomes of a pack that the queue dropped: its samples return for a new rollout."""
         self._events.dropped(pack, reason)
-        self._return_for_redraw(pack.keys)
+        self._return_for_redraw(pack.keys, "was not trained in time")
 
     def _run(self) -> None:
         try:
@@ -175,6 +175,7 @@ class Pipeline:
     def _state(self, view: StepView) -> PacingState:
         elapsed_s = time.monotonic() - view.started_s
         progress = min(0.999, elapsed_s / view.step_seconds) if view.step_seconds else 0.0
+        pace = self._meter.pace
         return PacingState(
             step=view.step,
             progress=progress,
@@ -182,8 +183,10 @@ class Pipeline:
             last_commit_step=view.last_commit_step,
             round_pending=view.round_pending,
             ready_versions=self._queue.peek_versions(),
-            production_steps=self.production_steps or None,
+            production_steps=pace.typical_steps if pace else None,
+            quick_production_steps=pace.quick_steps if pace else None,
             slowest_production_steps=view.slowest_production_steps,
+            slowest_quick_production_steps=view.slowest_quick_production_steps,
             packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
             missed_in_a_row=view.missed_in_a_row,
         )
@@ -204,7 +207,11 @@ class Pipeline:
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)
         self._events.batch(outcome, time.monotonic() - started)
-        self._source.give_back([sample.key for sample in outcome.returned], count_attempt=False)
+        too_slow = {sample.key for sample in outcome.timed_out}
+        again = [sample.key for sample in outcome.returned if sample.key not in too_slow]
+        self._source.give_back(again, count_attempt=False)
+        # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
+        self._return_for_redraw([sample.key for sample in outcome.timed_out], "did not end in time")
         for sample, message in outcome.quarantined:
             self._quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         prepared_from = time.monotonic()
@@ -277,16 +284,17 @@ class Pipeline:
         self._segments = [s for s in self._segments if self._clock.is_fresh(s.version, self._version_window)]
         for segment in stale:
             self._events.stale_segment(segment)
-        self._return_for_redraw([segment.key for segment in stale])
+        self._return_for_redraw([segment.key for segment in stale], "went stale")
 
-    def _return_for_redraw(self, keys: Sequence[SampleKey]) -> None:
+    def _return_for_redraw(self, keys: Sequence[SampleKey], what: str) -> None:
+        """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
         again: list[SampleKey] = []
         for key in keys:
             if not self._redraw_dropped:
-                self._quarantine(key, QuarantineReason.TOO_SLOW, "its rollout went stale; redraw_dropped is false")
+                self._quarantine(key, QuarantineReason.TOO_SLOW, f"its rollout {what}; redraw_dropped is false")
             elif key.attempt + 1 >= self._max_attempts:
                 self._quarantine(
-                    key, QuarantineReason.TOO_SLOW, f"{self._max_attempts} rollouts went stale; max_attempts reached"
+                    key, QuarantineReason.TOO_SLOW, f"each of max_attempts={self._max_attempts} rollouts {what}"
                 )
             else:
                 again.append(key)
@@ -297,7 +305,6 @@ class Pipeline:
         self._events.quarantined(key, reason, message)
 
     def _measure(self, seconds: float) -> None:
-        before = self._production_seconds
-        self._production_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
-
-
+        view = self._view
+        if view is not None and view.step_seconds:
+            self._meter.observe(seconds / view.step_seconds)

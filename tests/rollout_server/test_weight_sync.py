@@ -1,0 +1,211 @@
+"""The learner's sync round against the real server: what is proven, what is caught, whose fault is whose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from live_server import MODEL, RunningServer, free_port, image_request, load_learner
+
+from swift_stage2 import rollout_protocol
+from swift_stage2.collectives import SingleRank
+from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.rollout_server.transformers_engine import InstallFault
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import GlooTransport
+
+
+class GenerateCanary:
+    """The learner's answer from Hugging Face's own ``generate``, independent of ms-swift's engine."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
+
+        self.request = image_request(shade=120)
+        self.config = rollout_protocol.request_config(
+            max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+        )
+        self._module = module
+        loaded, processor = load_tiny_model(MODEL)
+        template = tiny_template(loaded, processor)
+        template.set_mode("transformers")
+        encoded = template.encode(self.request)
+        self._inputs = {
+            "input_ids": torch.tensor([encoded["input_ids"]]),
+            "pixel_values": encoded["pixel_values"],
+            "image_grid_thw": encoded["image_grid_thw"],
+            "mm_token_type_ids": encoded["mm_token_type_ids"][None],
+        }
+        self.tokens: list[int] = []
+
+    def answer(self) -> None:
+        with torch.no_grad():
+            output = self._module.generate(**self._inputs, max_new_tokens=12, do_sample=False)
+        self.tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        length = min(len(self.tokens), len(token_ids))
+        return length > 0 and list(token_ids)[:length] == self.tokens[:length]
+
+
+class Learner:
+    """A module, its canary, and a sync whose transports a test may replace."""
+
+    def __init__(
+        self, server: RunningServer, *, timeout_s: float = 30.0, transport: Any = GlooTransport
+    ) -> None:
+        self.module = load_learner(seed=next(server.versions))
+        self.canary = GenerateCanary(self.module)
+        self.sync = WeightSync(
+            [ServerEndpoint(server.base_url, free_port())],
+            control=SingleRank(),
+            export=WeightExport(self.module),
+            canary=self.canary,
+            make_transport=lambda info: transport(),
+            run_id="run-1",
+            timeout_s=timeout_s,
+            bucket_mib=1,
+        )
+        self._versions = server.versions
+
+    def round(self) -> Any:
+        return self.sync.run(next(self._versions), [0])
+
+
+@pytest.fixture
+def learner(server: RunningServer) -> Iterator[Learner]:
+    built = Learner(server)
+    yield built
+    built.sync.close()
+
+
+def _train_a_little(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def test_after_each_round_the_servers_greedy_answer_is_the_learners(
+    server: RunningServer, learner: Learner
+) -> None:
+    answers = []
+    for _ in range(3):
+        outcome = learner.round()
+        assert outcome.proven == (0,), outcome.reports[0].error
+        assert outcome.reports[0].proof == "checksums+canary"
+        (completion,) = server.infer([learner.canary.request], max_tokens=12)
+        assert learner.canary.agrees(completion.token_ids)
+        assert completion.weight_version == outcome.version
+        answers.append(completion.token_ids)
+        _train_a_little(learner.module)
+    assert len(set(answers)) > 1  # the rounds really moved something
+
+
+@pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
+def test_a_push_that_changed_nothing_and_a_wrong_push_are_caught_by_checksums(
+    server: RunningServer, learner: Learner, fault: InstallFault
+) -> None:
+    server.engine.install_fault = fault
+    outcome = learner.round()
+    assert outcome.proven == () and outcome.failed == (0,)
+    assert "resident checksum" in str(outcome.reports[0].error) or "canary" in str(outcome.reports[0].error)
+    assert server.post_infer([learner.canary.request]).status_code == 409  # and the server itself refuses too
+
+
+class _StaleTransport(GlooTransport):
+    """Announces every bucket honestly and sends zeros: what a broken transport would deliver."""
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        super().send(torch.zeros_like(flat), deadline)
+
+
+def test_bytes_that_arrive_otherwise_than_sent_are_caught(server: RunningServer) -> None:
+    learner = Learner(server, transport=_StaleTransport)
+    outcome = learner.round()
+    assert outcome.failed == (0,)
+
+
+def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
+    server: RunningServer, learner: Learner
+) -> None:
+    assert learner.round().proven == (0,)
+    with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
+        next(learner.module.parameters()).view(-1)[0] += 1e-6
+    server.engine.install_fault = InstallFault.SKIP_COPY
+    outcome = learner.round()
+    assert outcome.failed == (0,)
+    assert "resident checksum" in str(outcome.reports[0].error)
+
+
+def test_another_model_is_refused_before_any_downtime(server: RunningServer, learner: Learner) -> None:
+    other = torch.nn.Linear(3, 3)
+    learner.sync._export = WeightExport(other)
+    outcome = learner.round()
+    assert outcome.failed == (0,)
+    assert "same tensors" in str(outcome.reports[0].error)
+    assert server.state() == "serving"
+
+
+def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
+    learner.sync._endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
+    outcome = learner.round()
+    assert outcome.failed == (0,) and outcome.learner_fault is None
+    assert "ConnectError" in str(outcome.reports[0].error)
+
+
+def test_weights_that_are_not_finite_are_the_learners_fault(server: RunningServer, learner: Learner) -> None:
+    with torch.no_grad():
+        next(learner.module.parameters()).view(-1)[5] = float("inf")
+    with pytest.raises(WeightSyncError, match="finite"):
+        learner.round()
+
+
+class _HangingTransport(GlooTransport):
+    release = threading.Event()
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        self.release.wait(timeout=60)
+
+
+def test_a_push_that_hangs_ends_by_the_deadline(server: RunningServer) -> None:
+    learner = Learner(server, timeout_s=2.0, transport=_HangingTransport)
+    try:
+        with pytest.raises(WeightSyncHang, match=r"did not return within 2\.0 s"):
+            learner.round()
+    finally:
+        _HangingTransport.release.set()
+
+
+class _DyingTransport(GlooTransport):
+    """Loses the connection after the first bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_sent = 0
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        if self._num_sent == 1:
+            self.close()
+        self._num_sent += 1
+        super().send(flat, deadline)
+
+
+def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
+    server: RunningServer, learner: Learner
+) -> None:
+    before = learner.round()
+    (old,) = server.infer([learner.canary.request], max_tokens=12)
+    _train_a_little(learner.module)
+    learner.sync._make_transport = lambda info: _DyingTransport()
+    outcome = learner.round()
+    assert outcome.failed == (0,)
+    learner.sync._make_transport = lambda info: GlooTransport()
+    with ServerSession(server.base_url) as session:
+        assert session.info(Deadline(5)).weight_version == before.version
+    assert old.weight_version == before.version
+    assert learner.round().proven == (0,)  # and the next round repairs everything
