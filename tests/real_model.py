@@ -96,7 +96,9 @@ def rollout_of(
     )
 
 
-def segment_of(encoder: Encoder, task: DetectionTask, sample: Sample, text: str = "", version: int = 0) -> Segment:
+def segment_of(
+    encoder: Encoder, task: DetectionTask, sample: Sample, text: str = "", version: int = 0
+) -> Segment:
     """The whole way from an answer to a segment."""
     prompt = encoder.encode_prompt(sample)
     rollout = rollout_of(sample, text, prompt.token_ids, version=version)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.errors import SampleError
+
+
+def _row(ref: Any, bbox: Any) -> dict[str, Any]:
+    return {"objects": {"ref": ref, "bbox": bbox}}
+
+
+def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
+    labels, boxes = read_ground_truth(_row([" a ", "b"], [[1, 2, 3, 4], (0.5, 0, 0.5, 7.25)]))
+    assert labels == ("a", "b")
+    assert boxes == ((1.0, 2.0, 3.0, 4.0), (0.5, 0.0, 0.5, 7.25))
+    assert all(type(number) is float for box in boxes for number in box)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"a row needs objects=.*, got none"),
+        ({"objects": None}, "a row needs objects="),
+        ({"objects": [1]}, "a row needs objects="),
+        ({"objects": {}}, "num_ref=0 num_bbox=0"),
+        (_row([], []), "num_ref=0 num_bbox=0"),
+        (_row(["a"], []), "num_ref=1 num_bbox=0"),
+        (_row([], [[1, 2, 3, 4]]), "num_ref=0 num_bbox=1"),
+        (_row(["a", "b"], [[1, 2, 3, 4]]), "num_ref=2 num_bbox=1"),
+        (_row("a", [[1, 2, 3, 4]]), "must be lists"),
+        (_row(["a"], 7), "must be lists"),
+        (_row(["a"], {"x": 1}), "must be lists"),
+        (_row([" "], [[1, 2, 3, 4]]), "every label"),
+        (_row([7], [[1, 2, 3, 4]]), "every label"),
+        (_row(["a"], [[1, 2, 3]]), r"four numbers x1, y1, x2, y2, got bbox=\[1, 2, 3\]"),
+        (_row(["a"], [[1, 2, 3, 4, 5]]), "four numbers"),
+        (_row(["a"], [[1, 2, 3, "4"]]), "four numbers"),
+        (_row(["a"], [[1, 2, 3, True]]), "four numbers"),
+        (_row(["a"], [[1, 2, 3, None]]), "four numbers"),
+        (_row(["a"], ["1234"]), "four numbers"),
+        (_row(["a"], [5]), "four numbers x1, y1, x2, y2, got bbox=5"),
+        (_row(["a"], [None]), "four numbers"),
+        (_row(["a"], [[-1, 2, 3, 4]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[3, 2, 1, 4]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[1, 4, 3, 2]]), "0 <= y1 <= y2"),
+        (_row(["a"], [[math.nan, 2, 3, 4]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[1, 2, math.inf, 4]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[1, 2, 3, math.inf]]), "0 <= y1 <= y2"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_value(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        read_ground_truth(row)
+
+
+def test_boxes_without_area_are_usable() -> None:
+    assert read_ground_truth(_row(["a"], [[3, 3, 3, 3]])) == (("a",), ((3.0, 3.0, 3.0, 3.0),))

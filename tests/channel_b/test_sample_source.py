@@ -1,0 +1,213 @@
+"""Every row exactly once per epoch over all ranks, and no sample lost or doubled, also across a resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from swift_stage2.channel_b.records import SampleKey
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.errors import DatasetError, SampleError
+
+NUM_ROWS = 7
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"id": number, "objects": {"ref": [f"label {number}"], "bbox": [[0, 0, number, number]]}}
+        for number in range(count)
+    ]
+
+
+def _source(count: int = NUM_ROWS, *, rank: int = 0, world_size: int = 1, seed: int = 3) -> SampleSource:
+    return SampleSource(_rows(count), rank=rank, world_size=world_size, seed=seed)
+
+
+def _epoch(source: SampleSource, epoch: int) -> list[int]:
+    """The row numbers of one epoch, drawn to its end."""
+    indices: list[int] = []
+    while True:
+        state = source.state_dict()
+        (drawn,) = source.draw(1)
+        if drawn.key.epoch > epoch:
+            source.load_state_dict(state)
+            return indices
+        indices.append(drawn.key.index)
+        source.settle([drawn.key])
+
+
+@given(count=st.integers(1, 40), world_size=st.integers(1, 5), seed=st.integers(0, 2**40))
+@settings(max_examples=60)
+def test_every_row_comes_exactly_once_per_epoch_over_all_ranks(
+    count: int, world_size: int, seed: int
+) -> None:
+    world_size = min(world_size, count)
+    sources = [_source(count, rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)]
+    for epoch in range(2):
+        shares = [_epoch(source, epoch) for source in sources]
+        assert sorted(index for share in shares for index in share) == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
+    source, again, other = _source(50), _source(50), _source(50, seed=4)
+    first, second = _epoch(source, 0), _epoch(source, 1)
+    assert first != second
+    assert first != sorted(first)
+    assert [_epoch(again, 0), _epoch(again, 1)] == [first, second]
+    assert _epoch(other, 0) != first
+
+
+def test_a_draw_may_cross_epochs() -> None:
+    keys = [drawn.key for drawn in _source(3).draw(7)]
+    assert [(key.epoch, key.position) for key in keys] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 0),
+    ]
+
+
+def test_a_sample_carries_its_row_labels_and_boxes() -> None:
+    (drawn,) = _source().draw(1)
+    assert drawn.sample is not None
+    assert drawn.error is None
+    number = drawn.key.index
+    assert drawn.sample.row["id"] == number
+    assert drawn.sample.labels == (f"label {number}",)
+    assert drawn.sample.boxes == ((0.0, 0.0, float(number), float(number)),)
+    assert drawn.sample.key == drawn.key
+
+
+def test_what_comes_back_is_drawn_first_and_in_order() -> None:
+    source = _source()
+    keys = [drawn.key for drawn in source.draw(4)]
+    source.give_back([keys[2], keys[0]], count_attempt=False)
+    source.give_back([keys[1]], count_attempt=True)
+    assert [drawn.key for drawn in source.draw(4)] == [
+        keys[2],
+        keys[0],
+        replace(keys[1], attempt=1),
+        SampleKey(0, 4, source._shard_of(0)[4]),
+    ]
+
+
+def test_a_settled_sample_cannot_come_back() -> None:
+    source = _source()
+    keys = [drawn.key for drawn in source.draw(2)]
+    source.settle(keys[:1])
+    source.give_back(keys, count_attempt=False)
+    assert source.num_outstanding == 1
+    assert [drawn.key.position for drawn in source.draw(2)] == [1, 2]
+
+
+def test_bad_rows_are_told_with_their_key_and_stay_outstanding() -> None:
+    rows = _rows(3)
+    rows[1] = {"objects": {"ref": ["x"], "bbox": [[5, 0, 1, 1]]}}
+    source = SampleSource(rows, rank=0, world_size=1, seed=0)
+    drawn = {item.key.index: item for item in source.draw(3)}
+    assert drawn[1].sample is None
+    assert isinstance(drawn[1].error, SampleError)
+    assert "0 <= x1 <= x2" in str(drawn[1].error)
+    assert [drawn[n].error for n in (0, 2)] == [None, None]
+    assert source.num_outstanding == 3
+
+
+def test_fewer_rows_than_ranks_are_refused() -> None:
+    with pytest.raises(DatasetError, match="num_rows=2 world_size=3"):
+        _source(2, world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 8}, "the same num_rows as the checkpoint, got num_rows=8, checkpoint num_rows=7"),
+        (
+            {"world_size": 2},
+            "the same world_size as the checkpoint, got world_size=2, checkpoint world_size=1",
+        ),
+        ({"seed": 4}, "the same seed as the checkpoint, got seed=4, checkpoint seed=3"),
+    ],
+)
+def test_a_checkpoint_of_another_stream_is_refused(change: dict[str, int], message: str) -> None:
+    state = _source().state_dict()
+    with pytest.raises(DatasetError, match=message):
+        _source(**change).load_state_dict(state)
+
+
+class Stream(RuleBasedStateMachine):
+    """The source against a model that keeps whole lists: rows to come, rows to repeat, rows in hand."""
+
+    @initialize(world_size=st.integers(1, 3), rank=st.integers(0, 2), seed=st.integers(0, 5))
+    def begin(self, world_size: int, rank: int, seed: int) -> None:
+        self.identity = {"rank": rank % world_size, "world_size": world_size, "seed": seed}
+        self.source = _source(**self.identity)
+        self.again: deque[SampleKey] = deque()
+        self.in_hand: list[SampleKey] = []
+        self.num_drawn = 0
+        self.settled: Counter[tuple[int, int]] = Counter()
+        self.saved: str | None = None
+
+    def _fresh_key(self) -> SampleKey:
+        length = len(self.source._shard_of(0))
+        epoch, position = divmod(self.num_drawn, length)
+        self.num_drawn += 1
+        return SampleKey(epoch, position, self.source._shard_of(epoch)[position])
+
+    @rule(count=st.integers(0, 5))
+    def draw(self, count: int) -> None:
+        expected = [self.again.popleft() if self.again else self._fresh_key() for _ in range(count)]
+        assert [drawn.key for drawn in self.source.draw(count)] == expected
+        self.in_hand += expected
+
+    def _take(self, data: st.DataObject) -> list[SampleKey]:
+        taken: list[SampleKey] = data.draw(st.lists(st.sampled_from(self.in_hand), unique=True, max_size=3))
+        self.in_hand = [key for key in self.in_hand if key not in taken]
+        return taken
+
+    @precondition(lambda self: self.in_hand)
+    @rule(data=st.data(), count_attempt=st.booleans())
+    def give_back(self, data: st.DataObject, count_attempt: bool) -> None:
+        keys = self._take(data)
+        self.source.give_back(keys, count_attempt=count_attempt)
+        self.again.extend(replace(key, attempt=key.attempt + count_attempt) for key in keys)
+
+    @precondition(lambda self: self.in_hand)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        keys = self._take(data)
+        self.source.settle(keys)
+        self.settled.update((key.epoch, key.position) for key in keys)
+
+    @rule()
+    def save_and_resume(self) -> None:
+        """What was in hand is lost with the process; a new one draws it again before anything new."""
+        state = json.loads(json.dumps(self.source.state_dict()))
+        self.source = _source(**self.identity)
+        self.source.load_state_dict(state)
+        unresolved: Sequence[SampleKey] = [*self.again, *self.in_hand]
+        self.again = deque(sorted(unresolved, key=lambda key: (key.epoch, key.position)))
+        self.in_hand = []
+
+    @invariant()
+    def nothing_is_lost_and_nothing_is_doubled(self) -> None:
+        outstanding = [(key.epoch, key.position) for key in (*self.again, *self.in_hand)]
+        everything = Counter(outstanding) + self.settled
+        assert everything.total() == self.num_drawn
+        assert all(count == 1 for count in everything.values())
+        assert self.source.num_outstanding == len(outstanding)
+
+
+Stream.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestStream = Stream.TestCase

@@ -1,0 +1,171 @@
+"""The detection task: rollout text in, corrected target out; and the check of channel A's answer format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from real_model import make_encoder, make_task, make_template, rollout_of, sample_of
+
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Target
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.errors import ConfigError
+
+LABELS = ("cat", "dog", "owl")
+BOXES = ((0, 0, 40, 40), (50, 50, 90, 90), (10, 60, 30, 100))
+
+
+def _characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The simplest tokenizer: one token per character."""
+    return tuple(map(ord, text)), tuple((i, i + 1) for i in range(len(text)))
+
+
+def _rollout(text: str, *, truncated: bool = False) -> Rollout:
+    sample = Sample(SampleKey(0, 0, 0), {}, LABELS, tuple(map(_floats, BOXES)))
+    rollout = rollout_of(sample, text, ())
+    return Rollout(**{name: getattr(rollout, name) for name in rollout.__slots__} | {"truncated": truncated})
+
+
+def _floats(box: Sequence[int]) -> tuple[float, float, float, float]:
+    x1, y1, x2, y2 = map(float, box)
+    return x1, y1, x2, y2
+
+
+def _answer(*objects: tuple[str, Sequence[int]]) -> str:
+    return "[" + ", ".join(f'{{"bbox_2d": {list(box)}, "label": "{label}"}}' for label, box in objects) + "]"
+
+
+def _correct(task: DetectionTask, text: str, **options: Any) -> Target:
+    return task.correct(_rollout(text, **options), LABELS, BOXES, _characters)
+
+
+def _objects(target: Target, dialect: str = "object_list") -> list[tuple[str, tuple[int, ...]]]:
+    return [(found.label, found.box) for found in parse_rollout(target.text, dialect).objects]
+
+
+def test_the_predicted_order_comes_first_and_what_was_missed_follows() -> None:
+    text = _answer(("owl", BOXES[2]), ("ghost", (500, 500, 510, 510)), ("a cat?", (0, 0, 40, 38)))
+    target = _correct(make_task(), text)
+    assert _objects(target) == [(LABELS[2], BOXES[2]), (LABELS[0], BOXES[0]), (LABELS[1], BOXES[1])]
+    quality = target.quality
+    assert (quality.num_predictions, quality.num_ground_truth, quality.num_pairs) == (3, 3, 2)
+    assert quality.sum_iou == pytest.approx(1 + 38 / 40)
+    assert dict(quality.dropped) == {}
+
+
+@pytest.mark.parametrize("text", ["", "I see nothing.", "[]", "[7]", _answer(("x", (700, 700, 710, 710)))])
+def test_a_rollout_without_a_usable_object_trains_the_ground_truth_in_its_own_order(text: str) -> None:
+    target = _correct(make_task(), text)
+    assert _objects(target) == list(zip(LABELS, BOXES, strict=True))
+    assert target.quality.num_pairs == 0
+
+
+def test_dropped_objects_and_truncation_are_counted() -> None:
+    text = (
+        '[{"bbox_2d": [1, 2, 3], "label": "cat"}, {"bbox_2d": [0, 0, 40, 40], "label": "cat"}, {"bbox_2d": [5'
+    )
+    quality = _correct(make_task(), text, truncated=True).quality
+    assert (quality.num_predictions, quality.num_truncated, dict(quality.dropped)) == (
+        1,
+        1,
+        {"wrong_arity": 1},
+    )
+
+
+def test_the_same_label_is_asked_for_only_when_it_is_configured() -> None:
+    text = _answer(("dog", BOXES[0]))
+    assert _correct(make_task(same_label=False), text).quality.num_pairs == 1
+    assert _correct(make_task(same_label=True), text).quality.num_pairs == 0
+    assert _correct(make_task(same_label=True), "").quality.num_pairs == 0
+
+
+def test_settings_reach_the_match() -> None:
+    text = _answer(("cat", (0, 0, 40, 20)))  # half of the first truth
+    assert _correct(make_task(iou_threshold=0.5), text).quality.num_pairs == 1
+    assert _correct(make_task(iou_threshold=0.51), text).quality.num_pairs == 0
+    dear = make_task(unmatched_prediction_cost=0.2, unmatched_ground_truth_cost=0.2)
+    assert _correct(dear, text).quality.num_pairs == 0
+
+
+def test_each_token_has_the_weight_of_its_group() -> None:
+    weights = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
+    task = make_task(weights=weights)
+    target = _correct(task, _answer(("owl", BOXES[2])))
+    assert len(target.weights) == len(target.token_ids) == len(target.text)
+    by_group = {
+        group: "".join(
+            c for c, weight in zip(target.text, target.weights, strict=True) if weight == weights[group]
+        )
+        for group in TokenGroup
+    }
+    assert by_group[TokenGroup.MATCHED_LABEL] == "owl"
+    assert by_group[TokenGroup.MISSED_LABEL] == "catdog"
+    assert by_group[TokenGroup.MATCHED_COORDINATES] == "10, 60, 30, 100"
+    assert by_group[TokenGroup.MISSED_COORDINATES] == "0, 0, 40, 4050, 50, 90, 90"
+    assert by_group[TokenGroup.CLOSURE] == "}]"
+    assert task.closing_weight == weights[TokenGroup.CLOSURE]
+
+
+def test_the_map_dialect_numbers_anew() -> None:
+    text = '{"object_7": {"desc": "owl", "bbox_2d": [10, 60, 30, 100]}}'
+    target = _correct(make_task("object_map"), text)
+    assert target.text.startswith('{"object_1": {"desc": "owl", "bbox_2d": [10, 60, 30, 100]}, "object_2"')
+    assert [label for label, _ in _objects(target, "object_map")] == ["owl", "cat", "dog"]
+
+
+# --- the format of channel A's answers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_bbox": "norm1000"}])
+def test_channel_as_real_answers_pass_in_their_own_dialect(
+    rows: list[dict[str, Any]], options: dict[str, str]
+) -> None:
+    encoder = make_encoder(make_template(**options))
+    answer, objects = encoder.check_answer_format(sample_of(rows[0]))
+    make_task("object_list").check_answer(answer, objects)
+
+
+def test_channel_as_real_answers_are_refused_in_the_other_dialect(rows: list[dict[str, Any]]) -> None:
+    answer, objects = make_encoder().check_answer_format(sample_of(rows[0]))
+    with pytest.raises(ConfigError) as caught:
+        make_task("object_map").check_answer(answer, objects)
+    message = str(caught.value)
+    assert "stage2_ab.channel_b.target.dialect" in message
+    assert "dialect=object_map" in message
+    assert answer[:40] in message
+    assert "\n" not in message
+
+
+def test_real_answers_in_the_map_dialect_pass_there_only(rows: list[dict[str, Any]]) -> None:
+    count = len(rows[0]["objects"]["ref"])
+    entries = ", ".join(
+        f'"object_{n}": {{"desc": "<ref-object>", "bbox_2d": <bbox>}}' for n in range(1, count + 1)
+    )
+    messages = [rows[0]["messages"][0], {"role": "assistant", "content": f"{{{entries}}}"}]
+    sample = sample_of({**rows[0], "messages": messages})
+    answer, objects = make_encoder().check_answer_format(sample)
+    make_task("object_map").check_answer(answer, objects)
+    with pytest.raises(ConfigError, match="dialect=object_list"):
+        make_task("object_list").check_answer(answer, objects)
+
+
+def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: list[dict[str, Any]]) -> None:
+    template = make_template()
+    template.bbox_format = "legacy"
+    answer, objects = make_encoder(template).check_answer_format(sample_of(rows[0]))
+    assert "<|box_start|>" in answer
+    with pytest.raises(ConfigError, match="set QWENVL_BBOX_FORMAT=new"):
+        make_task().check_answer(answer, objects)
+
+
+def test_an_answer_in_another_coordinate_space_is_refused(rows: list[dict[str, Any]]) -> None:
+    """Boxes that are written out in original pixels pass through the template unconverted."""
+    written = _answer(*zip(rows[0]["objects"]["ref"], rows[0]["objects"]["bbox"], strict=True))
+    messages = [rows[0]["messages"][0], {"role": "assistant", "content": written}]
+    answer, objects = make_encoder().check_answer_format(sample_of({**rows[0], "messages": messages}))
+    assert answer == written
+    with pytest.raises(ConfigError, match="placeholders <bbox> and <ref-object>"):
+        make_task().check_answer(answer, objects)
