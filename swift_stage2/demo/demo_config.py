@@ -26,7 +26,7 @@ CHILD_ENVIRONMENT = {
 }
 """What every process of a job gets: nothing is looked up outside, and ranks and server share the cores."""
 
-PER_DEVICE_BATCH_SIZE = 4
+PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
 _LOOPBACK = "127.0.0.1"
 
@@ -98,7 +98,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
             "sync_every_steps": 4,
             "prefetch_target_packs": 4,
         },
-        "packing": {"packing_length": 768},
+        "packing": {"packing_length": 512},
     }
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],

@@ -17,7 +17,7 @@ from swift_stage2.errors import UserError
 
 NUM_HELD_OUT = 128
 _HELD_OUT_STREAM = 0
-_MAX_TRAIN_SAMPLES = 4096
+_MAX_TRAIN_SAMPLES = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
 def test_the_demo_trains_on_both_channels_and_says_so(
     finished: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
-    done, directory = finished
+    done, _ = finished
     assert done.returncode in (0, 1), done.stdout + done.stderr
     assert done.stderr == ""
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in done.stdout
