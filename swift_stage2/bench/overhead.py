@@ -133,30 +133,27 @@ def overhead_table(seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, sha
     return table
 
 
-def arm_command(arm: ArmName, job: DemoJob) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Argument vector and environment of one arm. The job's YAML must have been written."""
+def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
+    """The command line of one arm. The job's YAML must have been written."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    ranks = f"--nproc-per-node={job.num_ranks}"
     if arm is ArmName.OURS:
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        train = ("-m", "swift_stage2", "train", str(job.config_path))
-        return (*torchrun, f"--nproc-per-node={job.num_ranks}", *train), {}
-    # `swift sft` starts torchrun itself when it is told a number of processes.
-    swift = (sys.executable, "-c", "from swift.cli.main import cli_main; cli_main()", "sft")
-    environment = {"NPROC_PER_NODE": str(job.num_ranks), "MASTER_PORT": str(free_ports(1)[0])}
-    return (*swift, *load_config(job.config_path).swift_arguments()), environment
+        return (*torchrun, ranks, "-m", "swift_stage2", "train", str(job.config_path))
+    arguments = load_config(job.config_path).swift_arguments()
+    return (*torchrun, ranks, "-m", "swift_stage2.bench.plain_sft", *arguments)
 
 
 def _run_arm(children: ChildRuns, arm: ArmName, job: DemoJob, directory: Path) -> dict[str, list[int]]:
     own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
     ports = free_ports(2)
     write_config(own, (ports[0], ports[1]))
-    command, environment = arm_command(arm, own)
     clock_dir = directory / "clock"
     children.run(
         arm,
-        command,
+        arm_command(arm, own),
         log_dir=directory / "logs",
         deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
-        environment={**CHILD_ENVIRONMENT, **environment, CLOCK_VARIABLE: str(clock_dir)},
+        environment={**CHILD_ENVIRONMENT, CLOCK_VARIABLE: str(clock_dir)},
     )
     numbers: dict[str, list[int]] = json.loads((clock_dir / "rank0.json").read_text())
     return numbers
