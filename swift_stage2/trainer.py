@@ -6,6 +6,7 @@ Start it with ``torchrun -m swift_stage2 train CONFIG.yaml``, or give this file 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from swift_stage2.cpu_torchvision import declare_operators
 declare_operators()  # before ms-swift imports torchvision
 
 import torch  # noqa: E402
+from swift.arguments import SftArguments  # noqa: E402
 from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
 from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
@@ -28,8 +30,10 @@ from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
+from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.dataset_check import check_datasets  # noqa: E402
 from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
+from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
         self._a_batches_in_epoch = 0
+        self.stop_agreed = False
         self.add_callback(_Stage2Callback(self))
 
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +76,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("waiting"):
             decision = self.stage2.learner.begin_step(self.state.global_step, num_batches)
-            if decision.stop:
-                self.control.should_training_stop = True
+            # Told to the loop at the end of the step: it would leave this window after its first micro_step.
+            self.stop_agreed = self.stop_agreed or decision.stop
             if decision.plan.channel is Channel.B:
                 batches: list[Any] = [_copy_of_batch(pack) for pack in decision.packs]
                 num_items = self._get_num_items_in_batch(batches, device)
@@ -183,6 +188,8 @@ def train(config_path: str) -> int:
     os.environ[CONFIG_VARIABLE] = os.path.abspath(config_path)
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
+    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    check_model(config.swift)
     check_datasets(config.swift)
     if int(os.environ.get("RANK", "0")) == 0:
         for warning in config.warnings:
@@ -255,8 +262,9 @@ class _Stage2Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._trainer.stage2 is not None
         self._trainer.stage2.end_step(state.global_step, state.epoch, None)
-        if control.should_training_stop and state.global_step < state.max_steps:
-            control.should_save = True  # a stop was agreed: save at this step boundary
+        if self._trainer.stop_agreed:
+            control.should_training_stop = True
+            control.should_save = True
 
 
 class _StopSignals:

@@ -1,0 +1,105 @@
+"""Decisions of two real gloo ranks: alike on both, whatever only one of them knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_rank_learner import SCENARIOS
+
+_PROGRAM = Path(__file__).with_name("two_rank_learner.py")
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Every scenario on both ranks, in one job: starting a process costs more than all of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(_PROGRAM), *SCENARIOS],
+            env=os.environ | {"RANK": str(rank), "PORT": str(port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+    assert [rank.returncode for rank in ranks] == [0, 0], [error[-1500:] for _, error in outputs]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def test_ranks_with_five_and_three_packs_train_a_and_with_four_each_train_b(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["uneven_queues"]
+        assert [step[1:3] for step in scenario["steps"]] == [["A", "not_enough_packs"], ["B", None]]
+        assert scenario["packs"] == [0, 4]
+    assert results[0]["uneven_queues"]["depths"] == [5, 1]
+    assert results[1]["uneven_queues"]["depths"] == [3, 0]
+
+
+def test_a_pipeline_that_dies_after_the_all_reduce_ends_both_ranks_at_the_next_step(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        error = result["pipeline_dies_raise"]["error"]
+        assert error.startswith("PipelineFailed at step 41")
+        assert "rank 1: RuntimeError: the disk went away" in error
+
+
+def test_or_leaves_channel_a_alone_on_both(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        steps = result["pipeline_dies_continue"]["steps"]
+        assert len(steps) == 45
+        assert [step[2] for step in steps[39:43]] == [
+            "not_enough_packs", "not_enough_packs", "pipeline_failed", "pipeline_failed",
+        ]  # fmt: skip
+
+
+def test_weights_that_rank_zero_cannot_export_raise_the_same_error_on_both(results: list[dict[str, Any]]) -> None:
+    errors = {result["export_fails"]["error"] for result in results}
+    assert len(errors) == 1
+    assert "WeightSyncError: weights must be finite" in errors.pop()
+    assert {result["export_fails"]["version"] for result in results} == {0}
+
+
+def test_a_server_that_dies_in_a_round_leaves_the_version_and_closes_the_fence(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["server_dies"]
+        assert scenario["rounds"][:2] == [[0, 1, [0]], [3, 2, []]]
+        assert len(scenario["rounds"]) == 2  # nothing pending, no retry before it answers again
+        assert scenario["open"] == [True] * 3 + [False] * 7
+        assert {step[3] for step in scenario["steps"]} == {1}
+        assert [step[1] for step in scenario["steps"]] == ["A"] * 10
+        assert scenario["proven"] == []
+
+
+def test_what_one_rank_suspects_no_rank_asks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["one_rank_suspects"]["open"] == [True, True, False, False]
+        assert result["one_rank_suspects"]["proven"][2:] == [[], []]
+
+
+def test_a_rollout_in_flight_delays_the_round_and_never_a_step(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["busy_rank"]
+        assert [step[0] for step in scenario["steps"]] == list(range(7))
+        assert [step for step, _, _ in scenario["rounds"]] == [0, 6]
+
+
+def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["stop"]["stops"][:3] == [False, False, True]

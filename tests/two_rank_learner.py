@@ -1,0 +1,280 @@
+"""One rank of a real two-process gloo job around the real learner; started by ``test_learner.py``.
+
+Queue, fence, clock, gate, round schedule, control group and sample source are real; production and servers are
+stand-ins whose moments the scenario chooses. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swift_stage2.channel_b.ready_queue import ReadyQueue
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.collectives import join_control_group
+from swift_stage2.errors import Stage2Error
+from swift_stage2.fence import InferFence
+from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.truncation_guard import TruncationGuard
+from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, ServerReport, WeightSync
+
+URL = "http://127.0.0.1:9"  # nothing listens on the discard port
+RANK = int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class StandInPack:
+    version: int
+    keys: tuple[Any, ...] = ()
+    num_tokens: int = 1
+    num_supervised_tokens: int = 1
+
+
+@dataclass
+class StandInPipeline:
+    failure: BaseException | None = None
+    production_pace: None = None
+
+    def start(self) -> None: ...
+
+    def observe(self, view: Any) -> None: ...
+
+    def stop(self, timeout_s: float) -> bool:
+        return True
+
+
+@dataclass
+class StandInClient:
+    suspects: dict[str, str] = field(default_factory=dict)
+    num_unsettled: int = 0
+    proven: list[str] = field(default_factory=list)
+
+    def set_proven(self, servers: Any, incarnations: Any = None) -> None:
+        self.proven = list(servers)
+        self.suspects = {}
+
+    def withdraw(self, servers: Any) -> None:
+        self.proven = [url for url in self.proven if url not in servers]
+
+    def request_stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Events:
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+        self.rounds: list[tuple[Any, ...]] = []
+
+    def activity(self, name: str) -> Any:
+        return nullcontext()
+
+    def record_step(self, facts: Any) -> None:
+        self.steps.append((facts.step, str(facts.plan.channel), facts.plan.skip_reason, facts.version))
+
+    def record_round(self, step: int, outcome: Any) -> None:
+        self.rounds.append((step, outcome.version, list(outcome.proven)))
+
+    def record_warning(self, message: str) -> None: ...
+
+
+class SilentCanary:
+    request: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+
+    def answer(self) -> None: ...
+
+    def agrees(self, token_ids: Any) -> bool:
+        return True
+
+
+class ProvingSync(WeightSync):
+    """Every push is proven, except at the rounds named, where the real push meets a dead server."""
+
+    dead_rounds: frozenset[int] = frozenset()
+    num_rounds = 0
+
+    def _run_rank_zero(self, version: int, targets: Any) -> Any:
+        outcome = super()._run_rank_zero(version, targets)
+        self.num_rounds += 1
+        if self.num_rounds in self.dead_rounds or outcome.learner_fault:
+            return outcome
+        proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
+        return type(outcome)(outcome.round_id, version, {server: proven for server in targets})
+
+
+def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, sync_every: int = 1000) -> Any:
+    control = join_control_group(30.0)
+    queue: Any = ReadyQueue(16, window)
+    for _ in range(packs):
+        queue.offer(StandInPack(version=1), current_version=1)
+    module = torch.nn.Linear(2, 2)
+    sync = ProvingSync(
+        [ServerEndpoint(URL, 10)],
+        control=control,
+        export=WeightExport(module),
+        canary=SilentCanary(),
+        make_transport=lambda info: None,  # type: ignore[arg-type,return-value]
+        run_id="run",
+        timeout_s=20.0,
+        bucket_mib=1,
+    )
+    fence, client, pipeline = InferFence(start_closed=True), StandInClient(), StandInPipeline()
+    channel_b = ChannelB(
+        source=SampleSource([{}] * 4, rank=RANK, world_size=2, seed=0),
+        client=client,  # type: ignore[arg-type]
+        queue=queue,
+        pipeline=pipeline,  # type: ignore[arg-type]
+        fence=fence,
+        clock=VersionClock(),
+        pacer=Pacer(b_ratio=1.0, version_window=window, sync_every_steps=sync_every, target_packs=4, packs_per_b_step=4),
+        guard=TruncationGuard(1.0),
+        rounds=RoundSchedule(1, sync_every),
+        sync=sync,
+        probe=SuspectProbe(rank=RANK, api_key=None),
+        base_urls=(URL,),
+        max_inflight_per_server=8,
+        min_ready_tokens=0,
+        continue_on_failure=continue_on_failure,
+    )
+    events = Events()
+    learner = Learner(
+        b_ratio=1.0, control=control, events=events, starvation=None, fail_when_starved=False, channel_b=channel_b
+    )
+    return learner, channel_b, events, module
+
+
+def uneven_queues() -> dict[str, Any]:
+    learner, b, events, _ = build(packs=5 if RANK == 0 else 3)
+    skipped = learner.begin_step(0, 4)
+    depths = [b.queue.statistics().depth]
+    if RANK == 1:
+        b.queue.offer(StandInPack(version=1), current_version=1)
+    trained = learner.begin_step(1, 4)
+    depths.append(b.queue.statistics().depth)
+    return {"steps": events.steps, "packs": [len(skipped.packs), len(trained.packs)], "depths": depths}
+
+
+def pipeline_dies(continue_on_failure: bool) -> dict[str, Any]:
+    learner, b, events, _ = build(packs=0, continue_on_failure=continue_on_failure)
+    error = None
+    for step in range(45):
+        try:
+            learner.begin_step(step, 4)
+        except Stage2Error as raised:
+            error = f"{type(raised).__name__} at step {step}: {raised}"
+            break
+        if step == 40 and RANK == 1:  # after this step's all-reduce
+            b.pipeline.failure = RuntimeError("the disk went away")
+    return {"steps": events.steps, "error": error}
+
+
+def export_fails() -> dict[str, Any]:
+    learner, b, events, module = build(packs=0)
+    if RANK == 0:
+        with torch.no_grad():
+            module.weight[0, 0] = float("nan")
+    # The server must be reached before weights are read: let rank 0's session say that it is a stock one.
+    from swift_stage2 import rollout_protocol, weight_sync
+
+    class StockSession(weight_sync.ServerSession):
+        def info(self, deadline: Any) -> Any:
+            return rollout_protocol.ServerInfo(stock=True)
+
+    real_session = weight_sync.ServerSession
+    weight_sync.ServerSession = StockSession  # type: ignore[misc]
+    b.sync._make_transport = lambda info: OpenTransport()  # type: ignore[assignment,return-value]
+    try:
+        learner.begin_step(0, 1)
+    except Stage2Error as raised:
+        return {"error": f"{type(raised).__name__}: {raised}", "version": b.clock.current}
+    finally:
+        weight_sync.ServerSession = real_session  # type: ignore[misc]
+    return {"error": None}
+
+
+class OpenTransport:
+    def open(self, session: Any, port: int, deadline: Any) -> None: ...
+
+    def send(self, flat: Any, deadline: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def server_dies() -> dict[str, Any]:
+    learner, b, events, _ = build(packs=0, sync_every=3)
+    b.sync.dead_rounds = frozenset({2})
+    opens = []
+    for step in range(10):
+        learner.begin_step(step, 1)
+        opens.append(b.fence.is_open)
+    return {"steps": events.steps, "rounds": events.rounds, "open": opens, "proven": b.client.proven}
+
+
+def one_rank_suspects() -> dict[str, Any]:
+    learner, b, events, _ = build(packs=0)
+    opens, proven = [], []
+    for step in range(4):
+        learner.begin_step(step, 1)
+        opens.append(b.fence.is_open)
+        proven.append(list(b.client.proven))
+        if step == 1 and RANK == 1:
+            b.client.suspects[URL] = "connection lost"
+    return {"open": opens, "proven": proven}
+
+
+def busy_rank_delays_only_the_round() -> dict[str, Any]:
+    learner, b, events, _ = build(packs=0, sync_every=2)
+    learner.begin_step(0, 1)
+    learner.begin_step(1, 1)
+    holder = b.fence.ticket(timeout_s=5) if RANK == 1 else nullcontext()
+    with holder:
+        for step in range(2, 6):
+            learner.begin_step(step, 1)
+    learner.begin_step(6, 1)
+    return {"steps": events.steps, "rounds": events.rounds}
+
+
+def stop_is_agreed() -> dict[str, Any]:
+    learner, _, _, _ = build(packs=0)
+    stops = []
+    for step in range(4):
+        if step == 2 and RANK == 1:
+            learner.request_stop()
+        stops.append(learner.begin_step(step, 1).stop)
+    return {"stops": stops}
+
+
+SCENARIOS = {
+    "uneven_queues": uneven_queues,
+    "pipeline_dies_raise": lambda: pipeline_dies(False),
+    "pipeline_dies_continue": lambda: pipeline_dies(True),
+    "export_fails": export_fails,
+    "server_dies": server_dies,
+    "one_rank_suspects": one_rank_suspects,
+    "busy_rank": busy_rank_delays_only_the_round,
+    "stop": stop_is_agreed,
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=RANK, world_size=2)
+    results = {name: SCENARIOS[name]() for name in sys.argv[1:]}
+    print(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
