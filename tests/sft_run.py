@@ -1,0 +1,74 @@
+"""ms-swift's own supervised pipeline on the tiny model, in this process, up to the trainer.
+
+``SwiftSft.main`` ends in training; here it ends before, so that a test can take the trainer and train, or
+compare one step of plain ms-swift with one of ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_model import STAGE1
+from swift.pipelines import SwiftSft
+from swift.trainers import TrainerFactory
+
+from swift_stage2.demo.tiny_template import TINY_VL
+
+
+class _Built(Exception):  # noqa: N818 - ends main() on purpose, nothing is wrong
+    pass
+
+
+def build_trainer(
+    rows_file: Path, output: Path, *, trainer_class: str | None = None, **arguments: Any
+) -> Any:
+    """The trainer as ``SwiftSft.main`` makes it, with ``trainer_class`` in the factory's mapping."""
+    options = {
+        "model": STAGE1,
+        "model_type": TINY_VL,
+        "template": TINY_VL,
+        "dataset": rows_file,
+        "output_dir": output,
+        "add_version": False,
+        "check_model": False,
+        "tuner_type": "full",
+        "torch_dtype": "float32",
+        "use_cpu": True,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-3,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "dataloader_num_workers": 0,
+        "dataset_num_proc": 1,
+        "split_dataset_ratio": 0,
+        "load_from_cache_file": False,
+        "seed": 7,
+        "report_to": "none",
+        **arguments,
+    }
+    argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    built: list[Any] = []
+
+    class Stopped(SwiftSft):  # type: ignore[misc]
+        def train(self, trainer: Any) -> Any:
+            built.append(trainer)
+            raise _Built
+
+    before = TrainerFactory.TRAINER_MAPPING["causal_lm"]
+    threads = torch.get_num_threads()
+    try:
+        if trainer_class is not None:
+            TrainerFactory.TRAINER_MAPPING["causal_lm"] = trainer_class
+        Stopped(argv).main()
+    except _Built:
+        pass
+    finally:
+        TrainerFactory.TRAINER_MAPPING["causal_lm"] = before
+        torch.set_num_threads(threads)
+    (trainer,) = built
+    return trainer

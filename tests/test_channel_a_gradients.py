@@ -1,0 +1,172 @@
+"""Channel A trains exactly as plain ms-swift does; a pack trains the sum of its segments."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_model import make_encoder, make_task, sample_of, segment_of
+from sft_run import build_trainer
+from transformers import TrainerCallback
+
+from swift_stage2.channel_b.records import Segment
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass
+class Recorded:
+    """What one run trained."""
+
+    gradients: list[Gradients] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    weights: Gradients = field(default_factory=dict)
+
+
+class _Recorder(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorded.gradients.append(_gradients(kwargs["model"]))
+
+
+def _gradients(model: Any) -> Gradients:
+    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _build(rows_file: Path, directory: Path, trainer_class: str, **arguments: Any) -> Any:
+    config = directory / "config.yaml"
+    config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONFIG_VARIABLE, str(config))
+        return build_trainer(rows_file, directory / "out", trainer_class=trainer_class, **arguments)
+
+
+def _train(rows_file: Path, directory: Path, trainer_class: str) -> Recorded:
+    trainer = _build(
+        rows_file, directory, trainer_class, max_steps=3, gradient_accumulation_steps=2, freeze_vit=False
+    )
+    recorded = Recorded()
+    trainer.add_callback(_Recorder(recorded))
+    trainer.train()
+    recorded.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    recorded.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return recorded
+
+
+def test_channel_a_is_bit_equal_to_plain_ms_swift(
+    rows_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Gradients of every window, logged losses and final weights over three steps of two micro_steps."""
+    directory = tmp_path_factory.mktemp("runs")
+    for name in ("plain", "ours"):
+        (directory / name).mkdir()
+    plain = _train(rows_file, directory / "plain", "swift.trainers.Seq2SeqTrainer")
+    ours = _train(rows_file, directory / "ours", "swift_stage2.trainer.Stage2Trainer")
+    assert len(plain.gradients) == len(ours.gradients) == 3
+    for expected, got in zip(plain.gradients, ours.gradients, strict=True):
+        assert expected.keys() == got.keys()
+        assert any("visual" in name for name in expected), "the vision tower must be trained too"
+        assert all(bool(expected[name].any()) for name in expected if name.endswith("q_proj.weight"))
+        for name, gradient in expected.items():
+            assert torch.equal(gradient, got[name]), name
+    assert plain.losses == ours.losses
+    assert len(set(plain.losses)) == 3
+    for name, weight in plain.weights.items():
+        assert torch.equal(weight, ours.weights[name]), name
+
+
+# --- a pack ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage2Trainer:
+    trainer: Stage2Trainer = _build(
+        rows_file,
+        tmp_path_factory.mktemp("pack"),
+        "swift_stage2.trainer.Stage2Trainer",
+        freeze_vit=False,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def segments(trainer: Stage2Trainer, rows: list[dict[str, Any]]) -> list[Segment]:
+    """Three segments with four different weights per token, one of them zero."""
+    weights = {TokenGroup.STRUCTURE: 0.0, TokenGroup.MISSED_LABEL: 2.0, TokenGroup.CLOSURE: 0.5}
+    encoder = make_encoder(trainer.template)
+    return [
+        segment_of(encoder, make_task(weights=weights), sample_of(row, n)) for n, row in enumerate(rows[:3])
+    ]
+
+
+def _step(trainer: Stage2Trainer, batch: dict[str, Any], num_items: int) -> tuple[float, Gradients]:
+    """One micro_step as the loop runs it; the trainer takes entries out of the batch."""
+    trainer.model.zero_grad(set_to_none=True)
+    loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(num_items))
+    return float(loss), _gradients(trainer.model)
+
+
+def test_a_packs_gradient_is_the_sum_of_its_segments_gradients(
+    trainer: Stage2Trainer, segments: list[Segment]
+) -> None:
+    encoder = make_encoder(trainer.template)
+    num_items = sum(segment.num_supervised_tokens for segment in segments)
+    pack_loss, packed = _step(trainer, encoder.collate(segments), num_items)
+    singles = [_step(trainer, encoder.collate([segment]), num_items) for segment in segments]
+    assert pack_loss == pytest.approx(sum(loss for loss, _ in singles), rel=1e-5)
+    assert any("visual" in name for name in packed)
+    for name, gradient in packed.items():
+        total = torch.stack([single[name] for _, single in singles]).sum(dim=0)
+        scale = float(total.abs().max())
+        torch.testing.assert_close(
+            gradient, total, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_the_number_of_items_is_that_of_supervised_tokens(
+    trainer: Stage2Trainer, segments: list[Segment]
+) -> None:
+    encoder = make_encoder(trainer.template)
+    batches = [encoder.collate(segments[:2]), encoder.collate(segments[2:])]
+    num_items = trainer._get_num_items_in_batch(batches, torch.device("cpu"))
+    assert int(num_items) == sum(segment.num_supervised_tokens for segment in segments)
+
+
+def test_the_loss_is_the_weighted_cross_entropy_over_the_number_of_items(
+    trainer: Stage2Trainer, segments: list[Segment]
+) -> None:
+    """Against each segment alone through the bare model, its tokens predicted one by one."""
+    total = 0.0
+    for segment in segments:
+        ids = torch.tensor([segment.encoding["input_ids"]])
+        with torch.no_grad():
+            logits = (
+                copy.deepcopy(trainer.model)
+                .eval()(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    pixel_values=segment.encoding["pixel_values"],
+                    image_grid_thw=segment.encoding["image_grid_thw"],
+                    mm_token_type_ids=segment.encoding["mm_token_type_ids"].view(1, -1),
+                    use_cache=False,
+                )
+                .logits[0]
+            )
+        log_probabilities = logits.double().log_softmax(dim=-1)
+        for place, (token, weight) in enumerate(
+            zip(segment.encoding["input_ids"], segment.encoding["loss_scale"], strict=True)
+        ):
+            if weight > 0:
+                total -= weight * float(log_probabilities[place - 1, token])
+    loss, _ = _step(trainer, make_encoder(trainer.template).collate(segments), 37)
+    assert loss == pytest.approx(total / 37, rel=1e-4)
