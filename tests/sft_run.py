@@ -17,7 +17,7 @@ from swift.trainers import TrainerFactory
 from swift_stage2.demo.tiny_template import TINY_VL
 
 
-class _Built(Exception):  # noqa: N818 - ends main() on purpose, nothing is wrong
+class _Built(Exception):
     pass
 
 

@@ -96,7 +96,7 @@ def test_without_the_row_of_text_positions_the_check_refuses(
     def leaking(batch: dict[str, Any]) -> float:
         return trainer.packed_loss({**batch, "position_ids": batch["position_ids"][1:]})
 
-    with pytest.raises(ConfigError, match="packed segments must not see each other.*set swift.attn_impl"):
+    with pytest.raises(ConfigError, match=r"packed segments must not see each other.*set swift\.attn_impl"):
         check_isolation(encoder, make_task(), samples[:3], leaking)
 
 
@@ -124,7 +124,7 @@ def plain_encoder() -> Encoder:
 
 
 def test_a_loss_that_is_not_a_number_proves_nothing(plain_encoder: Encoder, samples: list[Sample]) -> None:
-    with pytest.raises(ConfigError, match="differs .* by nan"):
+    with pytest.raises(ConfigError, match=r"differs .* by nan"):
         check_isolation(plain_encoder, make_task(), samples[:3], lambda batch: math.nan)
 
 

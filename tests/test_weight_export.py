@@ -1,0 +1,229 @@
+"""The exported tensors against Hugging Face's state dict and PEFT's own merge."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from real_model import tiny_model
+from torch import nn
+
+from swift_stage2.errors import ConfigError, WeightSyncError
+from swift_stage2.weight_export import WeightExport, buckets, flatten
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(tiny_model()[0])
+
+
+def _adapted(model: Any, **settings: Any) -> Any:
+    """LoRA on every linear layer, as ms-swift's default ``all-linear`` has it, with adapters that say something."""
+    in_full = ["lm_head", *settings.get("modules_to_save", ())]
+    targets = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and not any(part in name for part in in_full)
+    ]
+    torch.manual_seed(5)
+    adapted = _with_lora(model, r=4, lora_alpha=16, target_modules=targets, **settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+def _with_lora(model: nn.Module, **settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # after real_model, which makes torchvision importable
+
+    return get_peft_model(model, LoraConfig(**settings))
+
+
+def _exported(module: nn.Module, dtypes: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
+    return dict(WeightExport(module).tensors(dtypes or {}))
+
+
+def _state(model: Any) -> dict[str, torch.Tensor]:
+    """What a plain model saves, tied weights once."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def test_a_plain_model_leaves_under_its_own_names(model: Any) -> None:
+    exported, state = _exported(model), _state(model)
+    assert exported.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_the_manifest_announces_what_the_push_carries_in_order(model: Any) -> None:
+    for module in (model, _adapted(copy.deepcopy(model))):
+        export = WeightExport(module)
+        pushed = list(export.tensors({}))
+        announced = [(spec.name, spec.shape, spec.dtype) for spec in export.manifest()]
+        assert announced == [
+            (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in pushed
+        ]
+        assert all(tensor.is_contiguous() and not tensor.requires_grad for _, tensor in pushed)
+
+
+def test_lora_leaves_merged_and_the_training_weights_stay(model: Any) -> None:
+    adapted = _adapted(model)
+    biases = {layer.base_layer.bias is None for layer in adapted.modules() if hasattr(layer, "base_layer")}
+    assert biases == {True, False}, "layers with and without a bias must be adapted"
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in adapted.named_parameters()}
+    expected = _state(copy.deepcopy(adapted).merge_and_unload())
+    exported = _exported(adapted)
+    assert exported.keys() == expected.keys()
+    plain = _state(tiny_model()[0])
+    changed = [name for name, tensor in exported.items() if not torch.equal(tensor, plain[name])]
+    assert len(changed) == sum(hasattr(layer, "base_layer") for layer in adapted.modules())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6, msg=name)
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(parameter, before[name][0]), name
+        assert parameter.requires_grad == before[name][1], name
+        assert parameter.grad is None
+
+
+def test_modules_that_are_trained_in_full_beside_lora_leave_as_trained(model: Any) -> None:
+    adapted = _adapted(model, modules_to_save=["merger"])
+    expected = _state(copy.deepcopy(adapted).merge_and_unload())
+    exported = _exported(adapted)
+    assert exported.keys() == expected.keys()
+    merger = [name for name in exported if "merger" in name]
+    assert merger
+    for name in merger:
+        torch.testing.assert_close(exported[name], expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_rank_stabilised_adapter_leaves_with_its_own_scale(model: Any) -> None:
+    adapted = _adapted(model, use_rslora=True)
+    expected = _state(copy.deepcopy(adapted).merge_and_unload())
+    for name, tensor in _exported(adapted).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
+def test_adapters_that_are_no_plain_difference_are_refused(variant: str) -> None:
+    model = nn.Sequential()
+    model.add_module("one", nn.Linear(4, 4))
+    adapted = _with_lora(model, r=2, target_modules=["one"], **{variant: True})
+    with pytest.raises(ConfigError, match=f"got {variant}=true in layer=base_model.model.one"):
+        WeightExport(adapted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(model: Any, value: float) -> None:
+    name = "model.language_model.layers.2.mlp.down_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = value
+    with pytest.raises(WeightSyncError, match=f"tensor={name}; lower the learning rate"):
+        _exported(model)
+
+
+def test_an_adapter_that_is_not_finite_is_found_in_the_merged_weight(model: Any) -> None:
+    adapted = _adapted(model)
+    with torch.no_grad():
+        layer = adapted.base_model.model.model.language_model.layers[1].self_attn.q_proj
+        layer.lora_B["default"].weight[0, 0] = float("nan")
+    with pytest.raises(
+        WeightSyncError, match=r"tensor=model\.language_model\.layers\.1\.self_attn\.q_proj\.weight"
+    ):
+        _exported(adapted)
+
+
+def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
+    first, second = list(_state(model))[:2]
+    exported = _exported(model, {first: "bfloat16", second: "float16"})
+    state = _state(model)
+    assert torch.equal(exported[first], state[first].bfloat16())
+    assert torch.equal(exported[second], state[second].half())
+    assert {tensor.dtype for name, tensor in exported.items() if name not in (first, second)} == {
+        torch.float32
+    }
+
+
+# --- buckets -----------------------------------------------------------------------------------------
+
+
+def _named(*sizes: int) -> list[tuple[str, torch.Tensor]]:
+    return [(f"t{n}", torch.arange(size, dtype=torch.uint8)) for n, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 4, 2), [["t0", "t1", "t2"]]),
+        ((4, 4, 3), [["t0", "t1"], ["t2"]]),
+        ((11, 1), [["t0"], ["t1"]]),
+        ((1, 11, 1), [["t0"], ["t1"], ["t2"]]),
+        ((10, 10), [["t0"], ["t1"]]),
+        ((), []),
+    ],
+)
+def test_buckets_keep_the_order_and_the_limit(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
+    found = list(buckets(iter(_named(*sizes)), max_bytes=10))
+    assert [[name for name, _ in bucket] for bucket in found] == expected
+
+
+def test_buckets_are_made_one_at_a_time() -> None:
+    """A whole model is never held twice."""
+    taken: list[str] = []
+
+    def tensors() -> Any:
+        for name, tensor in _named(6, 6, 6):
+            taken.append(name)
+            yield name, tensor
+
+    stream = buckets(tensors(), max_bytes=10)
+    next(stream)
+    assert taken == ["t0", "t1"]
+
+
+def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """What a receiver that knows nothing but the bytes and the metadata makes of them."""
+    content = bytes(flat.tolist())
+    tensors = {}
+    for entry in metadata:
+        dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+        piece = bytearray(content[entry["start_idx"] : entry["end_idx"]])
+        assert len(piece) == entry["numel"]
+        tensors[entry["name"]] = torch.frombuffer(piece, dtype=dtype).reshape(entry["shape"])
+    return tensors
+
+
+def test_a_bucket_is_read_back_from_its_bytes() -> None:
+    bucket = [
+        ("a", torch.randn(3, 5)),
+        ("b", torch.randn(3, 1).bfloat16()),
+        ("c", torch.tensor(7, dtype=torch.int64)),
+        ("d", torch.randn(4, 6).t().contiguous()),
+    ]
+    flat, metadata = flatten(bucket)
+    assert flat.dtype == torch.uint8
+    assert flat.numel() == 60 + 6 + 8 + 96
+    assert all(
+        set(entry) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"} for entry in metadata
+    )
+    read = _read(flat, metadata)
+    assert list(read) == ["a", "b", "c", "d"]
+    for name, tensor in bucket:
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor), name
+
+
+def test_every_tensor_of_the_model_survives_the_way_through_buckets(model: Any) -> None:
+    arrived: dict[str, torch.Tensor] = {}
+    sizes = []
+    for bucket in buckets(WeightExport(model).tensors({}), max_bytes=1 << 18):
+        flat, metadata = flatten(bucket)
+        sizes.append((len(bucket), flat.numel()))
+        arrived |= _read(flat, metadata)
+    assert len(sizes) > 5
+    assert all(num_bytes <= 1 << 18 or count == 1 for count, num_bytes in sizes)
+    state = _state(model)
+    assert arrived.keys() == state.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in state.items())
