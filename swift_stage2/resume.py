@@ -69,15 +69,18 @@ def read_a_batches(directory: str, rank: int) -> int:
 def _read(directory: str, rank: int) -> dict[str, Any]:
     path = _path(directory, rank)
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error}; "
             "resume from another checkpoint, or start a new run from its weights"
         ) from error
-    if content.get("format") != _FORMAT:
-        raise ConfigError(f"{path} must have format={_FORMAT}, got format={content.get('format')}")
-    return content
+    record: dict[str, Any] = content if isinstance(content, dict) else {}
+    if record.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{path} must have format={_FORMAT}, got format={record.get('format')}; resume from another checkpoint"
+        )
+    return record
 
 
 def _path(directory: str, rank: int) -> Path:

@@ -1,0 +1,184 @@
+"""Every way in which a data set can be unusable gives one line: file, line, problem, remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from swift_stage2.dataset_check import check_datasets, check_jsonl
+from swift_stage2.errors import DatasetError
+
+SIZE = (40, 30)
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> dict[str, Any]:
+    Image.new("RGB", SIZE).save(tmp_path / "a.png")
+    return {
+        "messages": [{"role": "user", "content": "<image>Detect."}, {"role": "assistant", "content": "[]"}],
+        "images": [str(tmp_path / "a.png")],
+        "objects": {"ref": ["cat"], "bbox": [[1, 2, 40, 30]]},
+    }
+
+
+def _write(directory: Path, *lines: Any) -> Path:
+    path = directory / "rows.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(DatasetError) as caught:
+        check_jsonl(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.count(str(path)) >= 1
+    return message
+
+
+def test_a_good_file_passes_blank_lines_included(tmp_path: Path, row: dict[str, Any]) -> None:
+    check_jsonl(_write(tmp_path, row, "", row))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": [', ":2: every line must be one JSON object: Expecting value"),
+        ("not json", ":2: every line must be one JSON object"),
+        ("[1]", ":2: a row needs messages="),
+        ("{}", ":2: a row needs messages="),
+        ('{"messages": []}', ":2: a row needs messages="),
+        ('{"messages": "hello"}', ":2: a row needs messages="),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, row: dict[str, Any], line: str, message: str) -> None:
+    path = _write(tmp_path, row, line)
+    assert _refusal(path).startswith(f"{path}{message}")
+
+
+def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert _refusal(_write(tmp_path, row, "{")).endswith("; mend or remove the line")
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
+        ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
+        ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
+        ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
+        ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
+        ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
+        ({"ref": [], "bbox": []}, "got num_ref=0 num_bbox=0"),
+    ],
+)
+def test_objects_that_cannot_be_matched_are_refused(
+    tmp_path: Path, row: dict[str, Any], objects: Any, message: str
+) -> None:
+    path = _write(tmp_path, row, row | {"objects": objects})
+    refusal = _refusal(path)
+    assert refusal.startswith(f"{path}:2: ")
+    assert message in refusal
+    assert refusal.endswith("; mend or remove the row")
+
+
+@pytest.mark.parametrize(
+    ("box", "refused"),
+    [([0, 0, 40, 30], False), ([0, 0, 40.5, 30], True), ([0, 0, 40, 31], True), ([50, 0, 60, 10], True)],
+)
+def test_a_box_must_lie_inside_its_image(
+    tmp_path: Path, row: dict[str, Any], box: list[float], refused: bool
+) -> None:
+    path = _write(tmp_path, row | {"objects": {"ref": ["cat"], "bbox": [box]}})
+    if not refused:
+        check_jsonl(path)
+        return
+    refusal = _refusal(path)
+    assert refusal.startswith(f"{path}:1: a box must lie inside its image, got bbox=")
+    assert "width=40 height=30; mend the annotation" in refusal
+
+
+def test_boxes_that_are_no_pixels_are_left_to_the_template(tmp_path: Path, row: dict[str, Any]) -> None:
+    objects = {"ref": ["cat"], "bbox": [[0.1, 0.2, 0.3, 0.4]], "bbox_type": "norm1"}
+    check_jsonl(_write(tmp_path, row | {"objects": objects}))
+
+
+def test_a_missing_image_is_named_with_the_remedy(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = _write(tmp_path, row, row, row | {"images": ["/nowhere/b.png"]})
+    refusal = _refusal(path)
+    assert refusal.startswith(f"{path}:3: an image must be a readable picture, got /nowhere/b.png: ")
+    assert "No such file" in refusal
+    assert "ROOT_IMAGE_DIR" in refusal
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF", b"this is no picture", b"\x89PNG\r\n\x1a\n"])
+def test_an_unreadable_image_is_named(tmp_path: Path, row: dict[str, Any], content: bytes) -> None:
+    (tmp_path / "b.png").write_bytes(content)
+    path = _write(tmp_path, row | {"images": [str(tmp_path / "b.png")]})
+    assert f"{path}:1: an image must be a readable picture, got {tmp_path / 'b.png'}: " in _refusal(path)
+
+
+def test_a_picture_that_is_too_large_to_be_meant_is_refused(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    refusal = _refusal(_write(tmp_path, row))
+    assert "an image must be a readable picture" in refusal
+
+
+@pytest.mark.parametrize("image", [7, None, "", {"bytes": "x"}, ["nested"]])
+def test_an_image_that_is_no_path_is_refused(tmp_path: Path, row: dict[str, Any], image: Any) -> None:
+    refusal = _refusal(_write(tmp_path, row | {"images": [image]}))
+    assert "an image must be the path of a file, got" in refusal
+
+
+def test_images_may_be_one_path_or_records_and_relative(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path))
+    path = _write(tmp_path, row | {"images": row["images"][0]}, row | {"images": [{"path": "a.png"}]})
+    check_jsonl(path)
+    monkeypatch.delenv("ROOT_IMAGE_DIR")
+    assert _refusal(path).startswith(f"{path}:2: ")
+
+
+def test_a_row_without_images_needs_no_bounds(tmp_path: Path, row: dict[str, Any]) -> None:
+    check_jsonl(_write(tmp_path, {name: value for name, value in row.items() if name != "images"}))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n  \n"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    assert _refusal(path) == f"a data set must hold rows, got none in {path}; write one JSON object per line"
+
+
+def test_a_missing_file_a_directory_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    assert "No such file" in _refusal(tmp_path / "missing.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "Is a directory" in _refusal(tmp_path / "folder.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xff"}')
+    assert "must be a readable UTF-8 file" in _refusal(tmp_path / "latin.jsonl")
+
+
+def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    good = _write(tmp_path, row)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    check_datasets({})
+    check_datasets({"dataset": [str(good), f"{good}#100", "org/hub-data", "data.csv"], "val_dataset": None})
+    for arguments in (
+        {"dataset": [str(good), str(bad)]},
+        {"dataset": f"{bad}#5"},
+        {"dataset": str(good), "val_dataset": [str(bad)]},
+    ):
+        with pytest.raises(DatasetError, match=r"bad\.jsonl:1"):
+            check_datasets(arguments)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_stage2 import resume
+from swift_stage2.errors import ConfigError
+
+STATE = {"learner": {"version": 7, "source": {"outstanding": [[0, 3, 9, 1]]}}, "telemetry": {}}
+
+
+def _write(directory: Path, *, rank: int = 0, world_size: int = 2, step: int = 40, **changes: Any) -> None:
+    arguments: dict[str, Any] = {"a_batches_in_epoch": 17, "state": STATE} | changes
+    resume.write_state(str(directory), rank=rank, world_size=world_size, step=step, **arguments)
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "checkpoint-40"
+    _write(directory, rank=1)
+    assert resume.read_state(str(directory), rank=1, world_size=2, step=40) == STATE
+    assert resume.read_a_batches(str(directory), 1) == 17
+    assert [file.name for file in directory.iterdir()] == ["stage2_rank1.json"]
+
+
+def test_ranks_do_not_share_a_file(tmp_path: Path) -> None:
+    _write(tmp_path, rank=0, a_batches_in_epoch=1)
+    _write(tmp_path, rank=1, a_batches_in_epoch=2)
+    assert [resume.read_a_batches(str(tmp_path), rank) for rank in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize("spoilt", [{1, 2}, float, b"bytes"])
+def test_a_state_that_cannot_be_written_leaves_the_old_file_whole(tmp_path: Path, spoilt: object) -> None:
+    """The state ends in something that is no JSON, after much that is."""
+    _write(tmp_path)
+    before = (tmp_path / "stage2_rank0.json").read_bytes()
+    with pytest.raises(TypeError):
+        _write(tmp_path, step=41, state={"long": list(range(5000)), "last": spoilt})
+    assert (tmp_path / "stage2_rank0.json").read_bytes() == before
+    assert resume.read_state(str(tmp_path), rank=0, world_size=2, step=40) == STATE
+
+
+def test_a_new_state_replaces_the_old_one(tmp_path: Path) -> None:
+    _write(tmp_path)
+    _write(tmp_path, step=41, state={})
+    assert resume.read_state(str(tmp_path), rank=0, world_size=2, step=41) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"step": 41}, r"its own step, got step=41, .*stage2_rank0\.json has step=40"),
+        ({"world_size": 4}, r"its own world_size, got world_size=4, .* has world_size=2"),
+    ],
+)
+def test_a_checkpoint_of_another_step_or_world_is_refused(
+    tmp_path: Path, asked: dict[str, int], message: str
+) -> None:
+    _write(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        resume.read_state(str(tmp_path), **{"rank": 0, "world_size": 2, "step": 40, **asked})
+
+
+def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")
+    with pytest.raises(ConfigError, match=r"its own rank, got rank=1, .* has rank=0"):
+        resume.read_state(str(tmp_path), rank=1, world_size=2, step=40)
+
+
+def test_a_missing_ranks_file_is_named(tmp_path: Path) -> None:
+    _write(tmp_path)
+    with pytest.raises(ConfigError, match=r"stage-2 state of every rank, cannot read .*stage2_rank1\.json"):
+        resume.read_state(str(tmp_path), rank=1, world_size=2, step=40)
+    with pytest.raises(ConfigError, match="resume from another checkpoint"):
+        resume.read_a_batches(str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"'])
+def test_an_unreadable_file_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "stage2_rank0.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"stage2_rank0\.json"):
+        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path)
+    path = tmp_path / "stage2_rank0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    with pytest.raises(ConfigError, match="must have format=1, got format=2"):
+        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
