@@ -104,9 +104,16 @@ class ServerSession:
         timeout_s = deadline.remaining_s()
         with _CallDeadline(timeout_s) as call:
             extensions = {"trace": call.trace}
-            response = self._http.request(method, path, timeout=timeout_s, extensions=extensions, **content)
-        if call.expired:  # a cut can look like the end of a reply without a length
-            raise httpx.ReadTimeout(f"the reply had not ended after {timeout_s:.1f} s")
+            try:
+                response = self._http.request(
+                    method, path, timeout=timeout_s, extensions=extensions, **content
+                )
+            except httpx.TransportError as error:
+                if call.expired:  # our own cut looks like a connection that the server lost
+                    raise _late(timeout_s) from error
+                raise
+        if call.expired:  # or like the end of a reply without a length
+            raise _late(timeout_s)
         return response
 
     def _body(self, response: httpx.Response) -> Any:
@@ -138,6 +145,10 @@ def _reason_of(response: httpx.Response) -> str | None:
         return None
     reason = body.get("reason") if isinstance(body, Mapping) else None
     return reason if isinstance(reason, str) else None
+
+
+def _late(timeout_s: float) -> httpx.ReadTimeout:
+    return httpx.ReadTimeout(f"the reply had not ended after {timeout_s:.1f} s")
 
 
 class _CallDeadline:

@@ -1,7 +1,8 @@
 """A real HTTP server that speaks the rollout wire and misbehaves on command.
 
-A behaviour turns an ``/infer/`` call into an ``Answer``; without one every request is echoed. What was
-asked is recorded, and ``wait_until`` waits for it, so tests need no sleeping.
+A behaviour turns a call into an ``Answer``; without one every ``/infer/`` request is echoed, and a GET finds
+nothing, as on a stock server that is asked for a ``/stage2/`` path. What was asked is recorded, and
+``wait_until`` waits for it, so tests need no sleeping.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class FakeRolloutServer:
     on_reset: Behaviour = lambda call: Answer(
         body=json.dumps({"message": "Request received, resetting prefix cache status: True"}).encode()
     )
+    on_get: Behaviour = lambda call: Answer(status=404)
     calls: list[Call] = field(default_factory=list)
     most_at_once: int = 0
 
@@ -108,6 +110,9 @@ class FakeRolloutServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
+                server._handle(self)
+
+            def do_GET(self) -> None:
                 server._handle(self)
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -154,14 +159,17 @@ class FakeRolloutServer:
         self._thread.join(LONGEST_WAIT_S)
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
-        raw = handler.rfile.read(int(handler.headers["Content-Length"]))
-        call = Call(handler.path, dict(handler.headers), json.loads(raw))
+        raw = handler.rfile.read(int(handler.headers["Content-Length"] or 0))
+        call = Call(handler.path, dict(handler.headers), json.loads(raw or b"null"))
         with self._changed:
             self.calls.append(call)
             self._num_running += 1
             self.most_at_once = max(self.most_at_once, self._num_running)
             self._changed.notify_all()
-        answer = self.on_infer(call) if call.path == protocol.INFER else self.on_reset(call)
+        if handler.command == "GET":
+            answer = self.on_get(call)
+        else:
+            answer = self.on_infer(call) if call.path == protocol.INFER else self.on_reset(call)
         try:
             if answer.after is not None:
                 answer.after.wait(LONGEST_WAIT_S)

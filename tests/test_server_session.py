@@ -1,0 +1,240 @@
+"""Control calls against a real HTTP server that misbehaves: every fault is a ServerFault that names the path."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from fake_rollout_server import Answer, Call, FakeRolloutServer
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import ConfigError, ServerFault
+from swift_stage2.server_session import Deadline, ServerSession
+
+KEY = "sk-very-secret-0123456789"
+AMPLE_S = 20.0
+SHORT_S = 0.2
+INFO = protocol.ServerInfo(
+    stock=False,
+    incarnation="one",
+    engine="transformers",
+    weight_version=3,
+    run_id="run",
+    state="ready",
+    can_abort=True,
+    manifest=(protocol.TensorSpec("w", (2, 3), "float32"),),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as server:
+        yield server
+
+
+@pytest.fixture
+def session(server: FakeRolloutServer) -> Iterator[ServerSession]:
+    with ServerSession(server.url, KEY) as session:
+        yield session
+
+
+@pytest.fixture
+def forever() -> Iterator[threading.Event]:
+    """What never happens while the test runs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def _says(body: Any, **answer: Any) -> Callable[[Call], Answer]:
+    return lambda call: Answer(body=json.dumps(body).encode(), **answer)
+
+
+def _calls(session: ServerSession, deadline_s: float = AMPLE_S) -> list[Callable[[], Any]]:
+    """The three kinds of call."""
+    return [
+        lambda: session.info(Deadline(deadline_s)),
+        lambda: session.get(protocol.WORLD_SIZE, Deadline(deadline_s)),
+        lambda: session.post(protocol.BEGIN_ROUND, {"a": 1}, Deadline(deadline_s)),
+    ]
+
+
+def _set(server: FakeRolloutServer, behaviour: Callable[[Call], Answer]) -> None:
+    server.on_get = server.on_reset = behaviour
+
+
+# --- good answers ------------------------------------------------------------------------------------
+
+
+def test_info_of_our_own_server(server: FakeRolloutServer, session: ServerSession) -> None:
+    server.on_get = _says(INFO.to_json())
+    assert session.info(Deadline(AMPLE_S)) == INFO
+    assert [call.path for call in server.calls] == [protocol.SERVER_INFO]
+
+
+def test_a_server_without_our_paths_is_a_stock_one(session: ServerSession) -> None:
+    assert session.info(Deadline(AMPLE_S)) == protocol.ServerInfo(stock=True)
+
+
+def test_a_post_carries_body_key_and_round(server: FakeRolloutServer, session: ServerSession) -> None:
+    server.on_reset = _says({"fine": True})
+    reply = session.post(protocol.BEGIN_ROUND, {"a": [1]}, Deadline(AMPLE_S), round_id="r7")
+    assert reply == {"fine": True}
+    (call,) = server.calls
+    assert (call.path, call.body) == (protocol.BEGIN_ROUND, {"a": [1]})
+    assert call.headers["Authorization"] == f"Bearer {KEY}"
+    assert call.headers[protocol.ROUND_HEADER] == "r7"
+
+
+def test_without_a_key_none_is_sent(server: FakeRolloutServer) -> None:
+    server.on_get = _says({"world_size": 1})
+    with ServerSession(server.url + "/") as session:
+        assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {"world_size": 1}
+    assert "Authorization" not in server.calls[0].headers
+
+
+def test_proxies_of_the_environment_are_ignored(
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.on_get = _says({})
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with ServerSession(server.url) as session:
+        assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000", "::1"), ("https://node7", "node7")],
+)
+def test_the_host_is_what_a_weight_group_meets_at(url: str, host: str) -> None:
+    with ServerSession(url) as session:
+        assert session.host == host
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        (lambda call: Answer(status=500, body=b"broken engine"), "status 500: broken engine"),
+        (lambda call: Answer(status=409, body=b"busy"), "status 409: busy"),
+        (lambda call: Answer(body=b"<html>"), "the reply is not JSON: '<html>'"),
+        (lambda call: Answer(body=b""), "the reply is not JSON"),
+        (lambda call: Answer(drop=True), "RemoteProtocolError"),
+        (_says({"long": "x" * 500}, cut_after_bytes=20), "RemoteProtocolError"),
+    ],
+    ids=["500", "409", "html", "empty", "dropped", "cut"],
+)
+def test_whatever_is_wrong_with_a_reply_is_the_servers_fault(
+    server: FakeRolloutServer, session: ServerSession, behaviour: Callable[[Call], Answer], message: str
+) -> None:
+    _set(server, behaviour)
+    paths = (protocol.SERVER_INFO, protocol.WORLD_SIZE, protocol.BEGIN_ROUND)
+    for call, path in zip(_calls(session), paths, strict=True):
+        with pytest.raises(ServerFault) as caught:
+            call()
+        assert str(caught.value).startswith(f"{server.url}{path}: ")
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [[], {}, {"incarnation": 7}, {"incarnation": "a", "manifest": 3}])
+def test_an_info_that_the_wire_does_not_allow_is_the_servers_fault(
+    server: FakeRolloutServer, session: ServerSession, body: Any
+) -> None:
+    server.on_get = _says(body)
+    with pytest.raises(ServerFault, match="ProtocolError"):
+        session.info(Deadline(AMPLE_S))
+
+
+def test_only_info_takes_a_missing_path_for_a_stock_server(session: ServerSession) -> None:
+    with pytest.raises(ServerFault, match="status 404"):
+        session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S))
+
+
+def test_nobody_listens() -> None:
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with ServerSession(url) as session:
+        for call in _calls(session):
+            with pytest.raises(ServerFault, match="ConnectError"):
+                call()
+
+
+def test_a_server_that_never_answers_is_left_at_the_deadline(
+    server: FakeRolloutServer, session: ServerSession, forever: threading.Event
+) -> None:
+    _set(server, lambda call: Answer(after=forever))
+    for call in _calls(session, SHORT_S):
+        with pytest.raises(ServerFault, match="ReadTimeout"):
+            call()
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_trickles_is_left_at_the_deadline_too(
+    server: FakeRolloutServer, session: ServerSession
+) -> None:
+    """Each byte comes in time, so only a limit on the whole call ends it."""
+    _set(server, lambda call: Answer(trickle=True))
+    for call in _calls(session, SHORT_S):
+        with pytest.raises(ServerFault):
+            call()
+
+
+def test_the_session_works_again_after_a_fault(server: FakeRolloutServer, session: ServerSession) -> None:
+    server.on_get = lambda call: Answer(drop=True)
+    with pytest.raises(ServerFault):
+        session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S))
+    server.on_get = _says({"world_size": 1})
+    assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {"world_size": 1}
+
+
+# --- the key -----------------------------------------------------------------------------------------
+
+
+def test_the_key_never_stands_in_an_error(server: FakeRolloutServer, session: ServerSession) -> None:
+    """A server may quote the header that it refuses."""
+    echoes = [
+        lambda call: Answer(status=401, body=f"bad header: {call.headers['Authorization']}".encode()),
+        lambda call: Answer(body=f"who is {call.headers['Authorization']}?".encode()),
+    ]
+    for behaviour in echoes:
+        _set(server, behaviour)
+        for call in _calls(session):
+            with pytest.raises(ServerFault) as caught:
+                call()
+            assert KEY not in str(caught.value)
+            assert "Bearer ***" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["line\nbreak", "two words", "schlüssel", "tab\t"])
+def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"check rollout\.api_key_env") as caught:
+        ServerSession("http://127.0.0.1:1", key)
+    assert key not in str(caught.value)
+
+
+# --- deadlines ---------------------------------------------------------------------------------------
+
+
+def test_a_deadline_counts_down_and_stays_a_valid_timeout() -> None:
+    now = [100.0]
+    deadline = Deadline(5.0, clock=lambda: now[0])
+    assert deadline.remaining_s() == 5.0
+    now[0] = 104.5
+    assert deadline.remaining_s() == pytest.approx(0.5)
+    now[0] = 1000.0
+    assert 0 < deadline.remaining_s() <= 0.1
+
+
+def test_closing_twice_is_closing_once(server: FakeRolloutServer) -> None:
+    session = ServerSession(server.url)
+    session.close()
+    session.close()

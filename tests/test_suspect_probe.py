@@ -1,0 +1,193 @@
+"""The probe against real servers: it asks suspects only, never during a round, and ends when told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.suspect_probe import SuspectProbe
+
+INTERVAL_S = 0.01
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer(on_get=_ours("ready")) as server:
+        yield server
+
+
+@pytest.fixture
+def probe() -> Iterator[SuspectProbe]:
+    probe = SuspectProbe(rank=0, api_key="sk-key", interval_s=INTERVAL_S)
+    probe.start()
+    yield probe
+    probe.stop()
+    assert not probe._thread.is_alive()
+
+
+def _json(body: Any, **answer: Any) -> Answer:
+    return Answer(body=json.dumps(body).encode(), **answer)
+
+
+def _ours(state: str) -> Any:
+    info = protocol.ServerInfo(stock=False, incarnation="one", state=state)
+    return lambda call: _json(info.to_json())
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    """Bounded polling: the probe's thread tells nobody what it did."""
+    end = time.monotonic() + LONGEST_WAIT_S
+    while not holds():
+        assert time.monotonic() < end, "it never happened"
+        threading.Event().wait(INTERVAL_S)
+
+
+def _wait_for(probe: SuspectProbe, urls: set[str]) -> None:
+    """Waits until the probe has heard of exactly these."""
+    _wait_until(lambda: probe.answering() == urls)
+
+
+def test_a_suspect_that_answers_is_told(server: FakeRolloutServer, probe: SuspectProbe) -> None:
+    assert probe.answering() == frozenset()
+    probe.watch([server.url])
+    _wait_for(probe, {server.url})
+    assert probe.answering() == {server.url}
+    assert server.calls[0].path == protocol.SERVER_INFO
+    assert server.calls[0].headers["Authorization"] == "Bearer sk-key"
+
+
+def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, probe: SuspectProbe) -> None:
+    with FakeRolloutServer() as other:  # stock, and its world size is never told: it does not answer
+        probe.watch([server.url, other.url])
+        _wait_for(probe, {server.url})
+        count = len(server.calls)
+        asked = len(other.calls)
+        other.wait_until(lambda: len(other.calls) >= asked + 6)
+        assert len(server.calls) == count
+        assert probe.answering() == {server.url}
+
+
+def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: SuspectProbe) -> None:
+    with FakeRolloutServer() as other:
+        probe.watch([other.url])
+        other.wait_until(lambda: len(other.calls) >= 4)
+    assert server.calls == []
+
+
+def test_a_broken_engine_is_no_answer(server: FakeRolloutServer, probe: SuspectProbe) -> None:
+    server.on_get = _ours("broken")
+    probe.watch([server.url])
+    server.wait_until(lambda: len(server.calls) >= 3)
+    assert probe.answering() == frozenset()
+    server.on_get = _ours("ready")
+    _wait_for(probe, {server.url})
+
+
+def test_a_stock_server_must_tell_its_world_size(probe: SuspectProbe) -> None:
+    def stock(call: Call) -> Answer:
+        return _json({"world_size": 1}) if call.path == protocol.WORLD_SIZE else Answer(status=404)
+
+    with FakeRolloutServer() as server:
+        probe.watch([server.url])
+        server.wait_until(lambda: len(server.calls) >= 4)
+        assert probe.answering() == frozenset()
+        server.on_get = stock
+        _wait_for(probe, {server.url})
+
+
+def test_what_was_heard_of_a_server_that_is_no_longer_watched_is_forgotten(
+    server: FakeRolloutServer, probe: SuspectProbe
+) -> None:
+    probe.watch([server.url])
+    _wait_for(probe, {server.url})
+    probe.watch([])
+    assert probe.answering() == frozenset()
+
+
+def test_an_answer_that_comes_after_the_watch_ended_counts_for_nothing(
+    server: FakeRolloutServer, probe: SuspectProbe
+) -> None:
+    go_on = threading.Event()
+    server.on_get = lambda call: _json(json.loads(_ours("ready")(call).body), after=go_on)
+    probe.watch([server.url])
+    server.wait_until(lambda: len(server.calls) == 1)
+    probe.watch([])
+    go_on.set()
+    with probe.paused():  # waits for the question that is under way
+        assert probe.answering() == frozenset()
+
+
+def test_nothing_is_asked_while_a_round_runs(
+    server: FakeRolloutServer, probe: SuspectProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned_away: list[str] = []
+    ask = probe._ask
+
+    def counted(url: str) -> None:
+        ask(url)
+        turned_away.append(url)
+
+    with probe.paused():
+        monkeypatch.setattr(probe, "_ask", counted)
+        probe.watch([server.url])
+        _wait_until(lambda: len(turned_away) >= 3)
+        assert server.calls == []
+    _wait_for(probe, {server.url})
+
+
+def test_a_round_waits_for_the_question_under_way_and_forgets_its_answer(
+    server: FakeRolloutServer, probe: SuspectProbe
+) -> None:
+    go_on = threading.Event()
+    server.on_get = lambda call: _json(json.loads(_ours("ready")(call).body), after=go_on)
+    probe.watch([server.url])
+    server.wait_until(lambda: len(server.calls) == 1)
+    began = threading.Event()
+
+    def run_round() -> None:
+        with probe.paused():
+            began.set()
+            server.on_get = lambda call: Answer(status=500)
+
+    round_ = threading.Thread(target=run_round, name="round")
+    round_.start()
+    assert not began.is_set()
+    go_on.set()
+    round_.join(LONGEST_WAIT_S)
+    assert began.is_set()
+    assert probe.answering() == frozenset(), "it answered before the round, so it proves no retry due"
+    server.wait_until(lambda: len(server.calls) >= 3)
+    assert probe.answering() == frozenset()
+
+
+def test_other_ranks_ask_nobody(server: FakeRolloutServer) -> None:
+    probe = SuspectProbe(rank=1, api_key=None, interval_s=INTERVAL_S)
+    probe.start()
+    probe.watch([server.url])
+    assert probe._thread.ident is None
+    assert probe.answering() == frozenset()
+    with probe.paused():
+        pass
+    probe.stop()
+    assert server.calls == []
+
+
+@pytest.mark.timeout(30)
+def test_stopping_does_not_wait_for_a_server_that_hangs(server: FakeRolloutServer) -> None:
+    forever = threading.Event()
+    server.on_get = lambda call: Answer(after=forever)
+    probe = SuspectProbe(rank=0, api_key=None, interval_s=INTERVAL_S)
+    probe.start()
+    probe.watch([server.url])
+    server.wait_until(lambda: len(server.calls) == 1)
+    probe.stop()
+    assert not probe._thread.is_alive(), "the question under way has a deadline of its own"
+    probe.stop()
+    forever.set()
