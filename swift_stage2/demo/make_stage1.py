@@ -1,9 +1,9 @@
 """Makes the demo's stage-1 checkpoint from nothing: ``python -m swift_stage2.demo.make_stage1 OUT_DIR``.
 
 Plain supervised training on three quarters shapes and one quarter digits, in the prompt format that the
-ms-swift template gives: first with objects in reading order, which a small model learns in a third of the
-steps, then in shuffled order, as real data has them. Needs about 20 minutes on two cores; every checkpoint
-on the way is a complete model directory.
+ms-swift template gives: first with objects in reading order, which is easier to learn, then in shuffled
+order, as real data has them. Needs six to twenty minutes on two cores; every checkpoint on the way is a
+complete model directory.
 """
 
 from __future__ import annotations

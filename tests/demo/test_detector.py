@@ -39,9 +39,11 @@ def test_answers_equal_ms_swifts_own_engine(stage1: Detector, template: Any) -> 
 
 
 def test_the_checkpoint_finds_objects_and_leaves_room(stage1: Detector) -> None:
-    score = evaluate(stage1, SceneKind.SHAPES, 32)
-    assert score.num_images == 32
-    assert 0.4 < score.f1 < 0.9
+    # 0.44 and 0.48 on 256 scenes; 32 scatter by about 0.1 around that.
+    for kind in SceneKind:
+        score = evaluate(stage1, kind, 32)
+        assert score.num_images == 32
+        assert 0.25 < score.f1 < 0.7
 
 
 def test_detecting_keeps_the_training_mode(stage1: Detector) -> None:
