@@ -169,8 +169,7 @@ class Pipeline:
         if decision.num_packs == 0 or view.max_prompts == 0:
             return False
         wanted = math.ceil(decision.num_packs * self._segments_per_pack) - len(self._segments)
-        self._produce(max(1, min(wanted, view.max_prompts)))
-        return True
+        return self._produce(max(1, min(wanted, view.max_prompts)))
 
     def _state(self, view: StepView) -> PacingState:
         elapsed_s = time.monotonic() - view.started_s
@@ -191,7 +190,8 @@ class Pipeline:
             missed_in_a_row=view.missed_in_a_row,
         )
 
-    def _produce(self, num_samples: int) -> None:
+    def _produce(self, num_samples: int) -> bool:
+        """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
         samples, requests = [], []
         for drawn in self._source.draw(num_samples):
             try:
@@ -202,7 +202,7 @@ class Pipeline:
             except SampleError as error:
                 self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
         if not samples:
-            return
+            return False
         self._last_version_asked = self._clock.current
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)
@@ -211,7 +211,7 @@ class Pipeline:
         again = [sample.key for sample in outcome.returned if sample.key not in too_slow]
         self._source.give_back(again, count_attempt=False)
         # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
-        self._return_for_redraw([sample.key for sample in outcome.timed_out], "did not end in time")
+        self._count_attempt([sample.key for sample in outcome.timed_out], "did not end in time")
         for sample, message in outcome.quarantined:
             self._quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         prepared_from = time.monotonic()
@@ -222,6 +222,7 @@ class Pipeline:
             # Waiting for a ticket is no part of a production: the pacer knows about rounds by itself.
             slowest = max(rollout.seconds for rollout in outcome.rollouts)
             self._measure(slowest + time.monotonic() - prepared_from)
+        return bool(outcome.rollouts or outcome.quarantined)
 
     def _prepare(self, rollout: Rollout) -> None:
         started = time.monotonic()
@@ -287,17 +288,22 @@ class Pipeline:
         self._return_for_redraw([segment.key for segment in stale], "went stale")
 
     def _return_for_redraw(self, keys: Sequence[SampleKey], what: str) -> None:
+        """What becomes of samples whose rollout was dropped untrained."""
+        if self._redraw_dropped:
+            self._count_attempt(keys, what)
+            return
+        for key in keys:
+            self._quarantine(key, QuarantineReason.TOO_SLOW, f"its rollout {what}; redraw_dropped is false")
+
+    def _count_attempt(self, keys: Sequence[SampleKey], what: str) -> None:
         """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
         again: list[SampleKey] = []
         for key in keys:
-            if not self._redraw_dropped:
-                self._quarantine(key, QuarantineReason.TOO_SLOW, f"its rollout {what}; redraw_dropped is false")
-            elif key.attempt + 1 >= self._max_attempts:
-                self._quarantine(
-                    key, QuarantineReason.TOO_SLOW, f"each of max_attempts={self._max_attempts} rollouts {what}"
-                )
-            else:
+            if key.attempt + 1 < self._max_attempts:
                 again.append(key)
+                continue
+            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {what}"
+            self._quarantine(key, QuarantineReason.TOO_SLOW, message)
         self._source.give_back(again, count_attempt=True)
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:

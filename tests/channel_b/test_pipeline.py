@@ -1,0 +1,601 @@
+"""The pipeline with real encoder, task, queue, clock and pacer; only the server side is a stand-in.
+
+Whatever happens to a sample, it ends in exactly one place: trained, quarantined, or outstanding in its source.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
+from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
+from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
+from swift_stage2.channel_b.rollout_client import BatchOutcome
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.errors import FenceShutDown
+from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.truncation_guard import TruncationGuard
+from swift_stage2.scheduling.version_clock import VersionClock
+
+PATIENCE_S = 20.0
+WINDOW = 2
+MAX_ATTEMPTS = 3
+
+Answer = Callable[[Sequence[Sample]], BatchOutcome]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder()
+
+
+@pytest.fixture(scope="module")
+def server_encoder() -> Encoder:
+    """The server's side of the prompt; it runs on another thread than the pipeline's encoder."""
+    return make_encoder()
+
+
+@dataclass
+class Recorder:
+    """Everything that the pipeline told, and a way to wait for it."""
+
+    segments: list[Segment] = field(default_factory=list)
+    packs: list[Pack] = field(default_factory=list)
+    dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
+    stale: list[Segment] = field(default_factory=list)
+    quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
+    num_batches: int = 0
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
+        self.num_batches += 1
+        self._tell()
+
+    def segment(self, segment: Segment, seconds: float) -> None:
+        self.segments.append(segment)
+        self._tell()
+
+    def pack(self, pack: Pack, seconds: float) -> None:
+        self.packs.append(pack)
+        self._tell()
+
+    def dropped(self, pack: Pack, reason: str) -> None:
+        self.dropped_packs.append((pack, reason))
+        self._tell()
+
+    def stale_segment(self, segment: Segment) -> None:
+        self.stale.append(segment)
+        self._tell()
+
+    def quarantined(self, key: SampleKey, reason: str, message: str) -> None:
+        self.quarantines.append((key, reason, message))
+        self._tell()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(holds, PATIENCE_S), "it never happened"
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class StandInClient:
+    """Answers as told; by default every sample with nothing, sampled under the current version."""
+
+    def __init__(self, clock: VersionClock, server_encoder: Encoder) -> None:
+        self._clock = clock
+        self._encoder = server_encoder
+        self.answer: Answer = self.answer_all
+        self.calls: list[tuple[SampleKey, ...]] = []
+
+    def generate(self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]]) -> BatchOutcome:
+        assert len(samples) == len(requests) > 0
+        self.calls.append(tuple(sample.key for sample in samples))
+        return self.answer(samples)
+
+    def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
+        return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
+
+    def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:
+        prompt = self._encoder.encode_prompt(sample)
+        return rollout_of(sample, text, prompt.token_ids, version=self._clock.current, seconds=0.01)
+
+
+@dataclass
+class Bench:
+    """One rank's pipeline and all that it is made of."""
+
+    source: SampleSource
+    client: StandInClient
+    queue: ReadyQueue[Pack]
+    clock: VersionClock
+    pipeline: Pipeline
+    events: Recorder
+    trained: list[SampleKey] = field(default_factory=list)
+
+    def observe(self, **changes: Any) -> None:
+        view: dict[str, Any] = {
+            "step": 0,
+            "started_s": time.monotonic(),
+            "step_seconds": 10.0,
+            "last_commit_step": 0,
+            "round_pending": False,
+            "slowest_production_steps": 0.0,
+            "slowest_quick_production_steps": 0.0,
+            "missed_in_a_row": 0,
+            "max_prompts": 6,
+            "paused": False,
+        }
+        self.pipeline.observe(StepView(**(view | changes)))
+
+    def train(self, count: int = 1) -> list[Pack]:
+        """What the learner does with a step's packs."""
+        reservation = self.queue.reserve(count, current_version=self.clock.current)
+        assert reservation is not None
+        packs = reservation.take()
+        for pack in packs:
+            self.source.settle(pack.keys)
+            self.trained += pack.keys
+        return packs
+
+
+@pytest.fixture
+def make_bench(
+    encoder: Encoder, server_encoder: Encoder, rows: list[dict[str, Any]]
+) -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(data: Any = None, *, target_packs: int = 2, limit: int = 4, **changes: Any) -> Bench:
+        clock = VersionClock()
+        source = SampleSource(rows if data is None else data, rank=0, world_size=1, seed=1)
+        client = StandInClient(clock, server_encoder)
+        events = Recorder()
+        pipelines: list[Pipeline] = []
+        queue: ReadyQueue[Pack] = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
+        settings: dict[str, Any] = {
+            "packing_length": PACKING_LENGTH,
+            "packing_min_fill_ratio": 0.65,
+            "redraw_dropped": True,
+            "max_attempts": MAX_ATTEMPTS,
+            "guard": TruncationGuard(1.0),
+        }
+        pipeline = Pipeline(
+            source=source,
+            client=client,  # type: ignore[arg-type]
+            encoder=encoder,
+            task=make_task(),
+            queue=queue,
+            clock=clock,
+            pacer=Pacer(
+                b_ratio=1.0,
+                version_window=WINDOW,
+                sync_every_steps=4,
+                target_packs=target_packs,
+                packs_per_b_step=1,
+            ),
+            events=events,
+            version_window=WINDOW,
+            **(settings | changes),
+        )
+        pipelines.append(pipeline)
+        benches.append(Bench(source, client, queue, clock, pipeline, events))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        assert bench.pipeline.stop(PATIENCE_S)
+
+
+def _raise(error: BaseException) -> BatchOutcome:
+    raise error
+
+
+# --- the way of a good sample ------------------------------------------------------------------------
+
+
+def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encoder) -> None:
+    bench = make_bench()
+    bench.pipeline.start()
+    bench.clock.advance()
+    bench.observe()
+    bench.events.wait_until(lambda: len(bench.events.packs) >= 2)
+    (pack,) = bench.train()
+    segments = [segment for segment in bench.events.segments if segment.key in pack.keys]
+    assert pack.keys == tuple(segment.key for segment in segments) == bench.client.calls[0][: len(segments)]
+    assert pack.version == 1
+    assert pack.num_tokens == sum(segment.num_tokens for segment in segments) <= PACKING_LENGTH
+    assert pack.capacity_tokens == PACKING_LENGTH
+    assert pack.num_supervised_tokens == sum(segment.num_supervised_tokens for segment in segments)
+    assert pack.quality == tuple(segment.quality for segment in segments)
+    expected = encoder.collate(segments)
+    assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
+    assert torch.equal(pack.batch["position_ids"], expected["position_ids"])
+    assert bench.pipeline.production_pace is not None
+    assert bench.pipeline.production_pace.typical_steps > 0
+
+
+def test_nothing_is_asked_before_the_first_step_nor_without_a_server(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    assert not bench.pipeline._work_once()
+    bench.observe(max_prompts=0)
+    assert not bench.pipeline._work_once()
+    assert bench.client.calls == []
+    bench.observe(max_prompts=1)
+    assert bench.pipeline._work_once()
+    assert [len(keys) for keys in bench.client.calls] == [1]
+
+
+def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.observe()
+    while bench.pipeline._work_once():
+        assert len(bench.client.calls) < 50
+    count = len(bench.client.calls)
+    assert bench.queue.statistics().depth >= 2
+    assert not bench.pipeline._work_once()
+    bench.train(2)
+    bench.observe(step=1)
+    assert bench.pipeline._work_once()
+    assert len(bench.client.calls) == count + 1
+
+
+def test_segments_wait_for_a_fuller_pack_while_the_queue_is_not_starving(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(packing_min_fill_ratio=1.0, target_packs=3)
+    bench.observe(max_prompts=1)
+    assert bench.pipeline._work_once()
+    assert len(bench.events.packs) == 1, "a starving queue takes what there is"
+    while len(bench.client.calls) < 3:
+        assert bench.pipeline._work_once()
+    assert len(bench.events.packs) == 1
+    assert len(bench.events.segments) == 3
+    assert bench.source.num_outstanding == 3, "what waits is not lost"
+
+
+# --- what comes back ---------------------------------------------------------------------------------
+
+
+def test_returned_samples_are_asked_first_and_their_attempts_do_not_count(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    bench.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
+    bench.observe()
+    assert not bench.pipeline._work_once(), "a server that returns everything is not asked without a pause"
+    assert not bench.pipeline._work_once()
+    first, second = bench.client.calls
+    assert first == second
+    assert {key.attempt for key in second} == {0}
+    assert bench.events.quarantines == []
+
+
+def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(redraw_dropped=False)
+    slow: list[int] = []
+
+    def hang_on_the_first(samples: Sequence[Sample]) -> BatchOutcome:
+        slow.append(samples[0].key.index) if not slow else None
+        late = tuple(sample for sample in samples if sample.key.index == slow[0])
+        good = tuple(bench.client.rollout(sample) for sample in samples if sample not in late)
+        return BatchOutcome(rollouts=good, returned=late, timed_out=late)
+
+    bench.client.answer = hang_on_the_first
+    for step in range(MAX_ATTEMPTS):
+        bench.observe(step=step, max_prompts=2)
+        assert bench.events.quarantines == []
+        assert bench.pipeline._work_once()
+        if bench.queue.statistics().depth:
+            bench.train()
+    assert [keys[0].attempt for keys in bench.client.calls] == [0, 1, 2]
+    ((key, reason, message),) = bench.events.quarantines
+    assert (key.index, reason) == (slow[0], QuarantineReason.TOO_SLOW)
+    assert message == "max_attempts=3 rollouts were lost, the last one did not end in time"
+
+
+def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    made_stale: list[int] = []
+
+    def answer_too_late(samples: Sequence[Sample]) -> BatchOutcome:
+        outcome = bench.client.answer_all(samples)
+        for _ in range(WINDOW + 1):
+            bench.clock.advance()
+        made_stale.append(len(samples))
+        return outcome
+
+    bench.client.answer = answer_too_late
+    for _ in range(MAX_ATTEMPTS):
+        bench.observe(max_prompts=2)
+        assert bench.pipeline._work_once()
+    assert [[key.attempt for key in keys] for keys in bench.client.calls] == [[0, 0], [1, 1], [2, 2]]
+    assert len({tuple((key.epoch, key.position) for key in keys) for keys in bench.client.calls}) == 1
+    assert len(bench.events.stale) == 6
+    assert bench.events.packs == []
+    assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
+    assert bench.source.num_outstanding == 0
+
+
+def test_a_segment_at_the_edge_of_the_window_is_packed(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+
+    def answer_late(samples: Sequence[Sample]) -> BatchOutcome:
+        outcome = bench.client.answer_all(samples)
+        for _ in range(WINDOW):
+            bench.clock.advance()
+        return outcome
+
+    bench.client.answer = answer_late
+    bench.observe()
+    assert bench.pipeline._work_once()
+    assert {pack.version for pack in bench.events.packs} == {0}
+    assert bench.events.stale == []
+
+
+@pytest.mark.parametrize("redraw", [True, False])
+def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
+    make_bench: Callable[..., Bench], redraw: bool
+) -> None:
+    bench = make_bench(redraw_dropped=redraw)
+    bench.observe()
+    while not bench.queue.statistics().depth:
+        bench.pipeline._work_once()
+    num_packs = bench.queue.statistics().depth
+    for _ in range(WINDOW + 1):
+        bench.clock.advance()
+    assert bench.queue.reserve(1, current_version=bench.clock.current) is None
+    assert [reason for _, reason in bench.events.dropped_packs] == [DropReason.STALE] * num_packs
+    keys = [key for pack, _ in bench.events.dropped_packs for key in pack.keys]
+    if redraw:
+        assert bench.events.quarantines == []
+        drawn = [item.key for item in bench.source.draw(len(keys))]
+        assert drawn == [replace(key, attempt=1) for key in keys]
+    else:
+        assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
+            (key, "too_slow") for key in keys
+        ]
+        assert bench.source.num_outstanding == len(bench.events.segments) - len(keys)
+
+
+# --- what is quarantined -----------------------------------------------------------------------------
+
+
+def test_a_poisonous_request_is_quarantined_and_the_others_train(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+
+    def poison_the_second(samples: Sequence[Sample]) -> BatchOutcome:
+        good = bench.client.answer_all([*samples[:1], *samples[2:]])
+        return replace(good, quarantined=((samples[1], "the server refuses it"),))
+
+    bench.client.answer = poison_the_second
+    bench.observe()
+    assert bench.pipeline._work_once()
+    asked = bench.client.calls[0]
+    assert bench.events.quarantines == [(asked[1], QuarantineReason.ROLLOUT, "the server refuses it")]
+    assert {segment.key for segment in bench.events.segments} == {asked[0], *asked[2:]}
+
+
+def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
+    make_bench: Callable[..., Bench], rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(Path(rows[0]["images"][0]).read_bytes()[:-100])
+    spoilt = [
+        {**rows[0], "images": [str(tmp_path / "missing.png")]},
+        {**rows[1], "images": [str(broken)]},
+        {**rows[2], "objects": {"ref": ["x"], "bbox": []}},
+        *rows[3:6],
+    ]
+    bench = make_bench(spoilt)
+    good_only = bench.client.answer_all
+
+    def server(samples: Sequence[Sample]) -> BatchOutcome:
+        """It could read every picture, so only the learner finds out."""
+        readable = [sample for sample in samples if sample.key.index != 1]
+        unreadable = [sample for sample in samples if sample.key.index == 1]
+        outcome = good_only(readable)
+        return replace(
+            outcome, rollouts=(*outcome.rollouts, *(rollout_of(s, "[]", (1,)) for s in unreadable))
+        )
+
+    bench.client.answer = server
+    bench.pipeline.start()
+    for step in range(6):
+        bench.observe(step=step)
+        bench.events.wait_until(lambda: bench.queue.statistics().depth > 0)
+        bench.train()
+    assert bench.pipeline.failure is None
+    reasons: dict[int, set[str]] = {}
+    for key, reason, message in bench.events.quarantines:
+        reasons.setdefault(key.index, set()).add(f"{reason}: {message}")
+    assert reasons.keys() == {0, 1, 2}
+    assert all("bad_sample: an image must be a readable file" in text for text in reasons[0])
+    assert all("bad_sample: the template cannot encode the row" in text for text in reasons[1])
+    assert all("bad_sample: every object needs one label and one box" in text for text in reasons[2])
+
+
+def test_a_server_with_another_prompt_is_no_reason_to_stop(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.client.answer = lambda samples: BatchOutcome(
+        rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples)
+    )
+    bench.observe()
+    assert bench.pipeline._work_once()
+    assert {reason for _, reason, _ in bench.events.quarantines} == {QuarantineReason.SAMPLE}
+    assert all("num_server_tokens=3" in message for _, _, message in bench.events.quarantines)
+
+
+# --- pausing and ending ------------------------------------------------------------------------------
+
+
+def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.client.answer = lambda samples: BatchOutcome(
+        rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples[:1]),
+        returned=tuple(samples[1:]),
+    )
+    for version in range(1, 4):
+        bench.observe(paused=True, max_prompts=2)
+        bench.pipeline._work_once()
+        assert len(bench.client.calls) == version
+        for _ in range(3):
+            bench.observe(paused=True, max_prompts=2)
+            assert not bench.pipeline._work_once()
+        assert len(bench.client.calls) == version
+        bench.clock.advance()
+
+
+def test_truncated_rollouts_reach_the_guard(make_bench: Callable[..., Bench]) -> None:
+    guard = TruncationGuard(0.0)
+    bench = make_bench(guard=guard, target_packs=4, limit=8)
+    bench.client.answer = lambda samples: BatchOutcome(
+        rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples)
+    )
+    for step in range(40):
+        bench.observe(step=step)
+        bench.pipeline._work_once()
+        if guard.paused:
+            break
+        if bench.queue.statistics().depth:
+            bench.train()
+    assert guard.paused
+    assert guard.truncated_ratio == 1.0
+
+
+def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Callable[..., Bench]) -> None:
+    class Torn(list[dict[str, Any]]):
+        def __getitem__(self, index: Any) -> Any:
+            raise RuntimeError("the data set's file is torn")
+
+    bench = make_bench(Torn([{}, {}]))
+    bench.pipeline.start()
+    bench.observe()
+    bench.pipeline._thread.join(PATIENCE_S)
+    assert not bench.pipeline._thread.is_alive()
+    assert isinstance(bench.pipeline.failure, RuntimeError)
+    assert "torn" in str(bench.pipeline.failure)
+
+
+def test_the_end_of_the_fence_or_the_queue_is_no_failure(make_bench: Callable[..., Bench]) -> None:
+    fenced, queued = make_bench(), make_bench()
+    fenced.client.answer = lambda samples: _raise(FenceShutDown("over"))
+    queued.queue.close()
+    for bench in (fenced, queued):
+        bench.pipeline.start()
+        bench.observe()
+        bench.pipeline._thread.join(PATIENCE_S)
+        assert not bench.pipeline._thread.is_alive()
+        assert bench.pipeline.failure is None
+        asked = {(key.epoch, key.position) for keys in bench.client.calls for key in keys}
+        left = {(epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"]}
+        assert left == asked, "a resumed run asks them again"
+
+
+def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    asked, answer_now = threading.Event(), threading.Event()
+
+    def wait(samples: Sequence[Sample]) -> BatchOutcome:
+        asked.set()
+        assert answer_now.wait(PATIENCE_S)
+        return bench.client.answer_all(samples)
+
+    bench.client.answer = wait
+    bench.pipeline.start()
+    bench.observe()
+    assert asked.wait(PATIENCE_S)
+    assert not bench.pipeline.stop(0.01)
+    answer_now.set()
+    assert bench.pipeline.stop(PATIENCE_S)
+    assert len(bench.client.calls) == 1
+    assert bench.pipeline.stop(0.0), "it may be asked again"
+
+
+def test_a_pipeline_that_never_started_stops(make_bench: Callable[..., Bench]) -> None:
+    assert make_bench().pipeline.stop(0.0)
+
+
+def test_the_thread_wakes_for_a_new_step_at_once(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.pipeline.start()
+    bench.observe(max_prompts=0)
+    bench.observe()
+    bench.events.wait_until(lambda: bench.events.num_batches > 0)
+
+
+# --- nothing is lost ---------------------------------------------------------------------------------
+
+
+def test_every_sample_that_was_drawn_ends_in_exactly_one_place(make_bench: Callable[..., Bench]) -> None:
+    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle."""
+    bench = make_bench(target_packs=3, limit=3)
+
+    def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
+        turn = len(bench.client.calls) % 5
+        if turn == 0:
+            return BatchOutcome(returned=tuple(samples))
+        bad, rest = samples[:1], samples[1:]
+        good = bench.client.answer_all(rest)
+        if turn == 1:
+            return replace(good, quarantined=((bad[0], "poison"),))
+        if turn == 2:
+            return replace(good, returned=tuple(bad), timed_out=tuple(bad))
+        if turn == 3:
+            return replace(good, rollouts=(*good.rollouts, rollout_of(bad[0], "[]", (7,))))
+        bench.clock.advance()  # what is in the making ages
+        return bench.client.answer_all(samples)
+
+    bench.client.answer = misbehave
+    drawn: dict[tuple[int, int], SampleKey] = {}
+    draw = bench.source.draw
+
+    def remember(count: int) -> Any:
+        items = draw(count)
+        drawn.update({(item.key.epoch, item.key.position): item.key for item in items})
+        return items
+
+    bench.source.draw = remember  # type: ignore[method-assign]
+    bench.pipeline.start()
+    for step in range(12):
+        bench.observe(step=step, last_commit_step=step)
+        num_batches = bench.events.num_batches
+        bench.events.wait_until(
+            lambda n=num_batches: bench.events.num_batches > n or bench.queue.statistics().depth >= 3
+        )
+        if step % 4 == 3:
+            bench.clock.advance()
+        if bench.queue.statistics().depth and step % 2:
+            reservation = bench.queue.reserve(1, current_version=bench.clock.current)
+            if reservation is not None:
+                for pack in reservation.take():
+                    bench.source.settle(pack.keys)
+                    bench.trained += pack.keys
+    assert bench.pipeline.stop(PATIENCE_S)
+    assert bench.pipeline.failure is None
+    ends = Counter((key.epoch, key.position) for key in bench.trained)
+    ends.update((key.epoch, key.position) for key, _, _ in bench.events.quarantines)
+    ends.update((epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"])
+    assert bench.trained
+    assert bench.events.quarantines
+    assert set(ends) == set(drawn)
+    assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
