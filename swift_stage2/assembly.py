@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,24 +133,27 @@ def start_run(
     control = join_control_group(config.control_timeout_s)
     run_id = str(control.broadcast(uuid.uuid4().hex))
     telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps)
-    decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
-    telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
     channel_b = None
-    if config.b_enabled:
-        _wait_for_servers(config, control)
-        channel_b = _build_channel_b(
-            config,
-            rows,
-            template,
-            module,
-            control,
-            telemetry,
-            run_id,
-            seed,
-            make_canary,
-            packed_loss,
-            packs_per_step,
-        )
+    with ExitStack() as on_failure:
+        on_failure.callback(telemetry.close)
+        decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
+        telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
+        if config.b_enabled:
+            _wait_for_servers(config, control)
+            channel_b = _build_channel_b(
+                config,
+                rows,
+                template,
+                module,
+                control,
+                telemetry,
+                run_id,
+                seed,
+                make_canary,
+                packed_loss,
+                packs_per_step,
+            )
+        on_failure.pop_all()
     starvation = config.stage2_ab.starvation
     watched = channel_b is not None and starvation.action is not StarvationAction.OFF
     learner = Learner(

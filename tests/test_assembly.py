@@ -1,0 +1,255 @@
+"""What only start-up can find out: missing servers, settings and data that do not fit the real template."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_rollout_server import Answer, FakeRolloutServer
+from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
+
+from swift_stage2 import assembly
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
+    def configure(
+        *urls: str, packing_length: int = 4096, dialect: str = "object_list", **rollout: Any
+    ) -> Stage2Config:
+        content = {
+            "stage2_ab": {
+                "schedule": {"b_ratio": 0.5},
+                "channel_b": {
+                    "packing": {"packing_length": packing_length},
+                    "target": {"dialect": dialect},
+                },
+            },
+            "rollout": {
+                "servers": [{"base_url": url, "group_port": 51216 + n} for n, url in enumerate(urls)],
+                "decoding": {"max_new_tokens": 100},
+                "start_timeout_s": 0.2,
+                **rollout,
+            },
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return load_config(path)
+
+    return configure
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as server:  # it knows no /stage2/ path, as a stock server
+        yield server
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder(packing_length=4096)
+
+
+def _closed_port() -> str:
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+def _start(
+    config: Stage2Config, rows: Any, directory: Path, packed_loss: Callable[..., float]
+) -> assembly.Stage2Run:
+    return assembly.start_run(
+        config,
+        rows=rows,
+        template=make_template(),
+        module=tiny_model()[0],
+        run_directory=str(directory / "run"),
+        rank=0,
+        seed=1,
+        total_steps=10,
+        first_step=0,
+        make_canary=lambda encoder, sample: None,  # type: ignore[arg-type, return-value]
+        packed_loss=packed_loss,
+        packs_per_step=1,
+        logging_steps=5,
+    )
+
+
+def _token_count(batch: Mapping[str, Any]) -> float:
+    """A loss of isolated segments: it adds up."""
+    return float(batch["input_ids"].numel())
+
+
+# --- servers -----------------------------------------------------------------------------------------
+
+
+def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], server: FakeRolloutServer) -> None:
+    missing = _closed_port()
+    config = configure(server.url, missing)
+    with pytest.raises(ServerUnavailable) as caught:
+        assembly._wait_for_servers(config, SingleRank())
+    message = str(caught.value)
+    assert "rollout.start_timeout_s=0.2" in message
+    assert missing in message
+    assert server.url not in message
+    assert "start it, or correct rollout.servers" in message
+
+
+def test_a_server_that_errs_until_the_time_is_over_is_missing(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    server.on_get = lambda call: Answer(status=503, body=b"loading")
+    with pytest.raises(ServerUnavailable, match="status 503: loading"):
+        assembly._wait_for_servers(configure(server.url), SingleRank())
+
+
+def test_a_server_that_comes_up_late_is_waited_for(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    server.on_get = lambda call: Answer(status=503 if len(server.calls) < 2 else 404)
+    assembly._wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
+    assert len(server.calls) == 2
+
+
+def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[..., Stage2Config]) -> None:
+    class OtherRank(SingleRank):
+        rank = 1
+
+        def broadcast(self, message: Any) -> Any:
+            assert message == ""
+            return "http://node7:8000: ConnectError"
+
+    with pytest.raises(ServerUnavailable, match="http://node7:8000: ConnectError"):
+        assembly._wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
+
+
+def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
+    configure: Callable[..., Stage2Config],
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[assembly.Telemetry] = []
+    close = assembly.Telemetry.close
+    monkeypatch.setattr(
+        assembly.Telemetry, "close", lambda telemetry: (closed.append(telemetry), close(telemetry))
+    )
+    with pytest.raises(ServerUnavailable):
+        _start(configure(_closed_port()), rows, tmp_path, _token_count)
+    assert len(closed) == 1
+
+
+# --- samples -----------------------------------------------------------------------------------------
+
+
+def test_a_pack_must_hold_a_prompt_and_its_answer(
+    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    sample = sample_of(rows[0])
+    num_prompt = len(encoder.encode_prompt(sample).token_ids)
+    needed = num_prompt + 100
+    fits, short = (configure("http://127.0.0.1:9", packing_length=length) for length in (needed, needed - 1))
+    assembly._check_samples(fits, encoder, make_task(), [sample])
+    with pytest.raises(ConfigError) as caught:
+        assembly._check_samples(short, encoder, make_task(), [sample])
+    assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
+    assert f"write packing_length: {needed} or more" in str(caught.value)
+
+
+def test_another_dialect_than_channel_as_is_refused(
+    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
+        assembly._check_samples(
+            configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])]
+        )
+
+
+def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    spoilt: list[dict[str, Any]] = [
+        {**row, "images": ["/nowhere/a.png"]} if number % 2 else {**row, "objects": None}
+        for number, row in enumerate(rows[:8])
+    ]
+    spoilt[3], spoilt[6] = rows[3], rows[6]
+    samples = assembly._usable_samples(spoilt, seed=1, encoder=encoder)
+    assert {sample.key.index for sample in samples} == {3, 6}
+    assert [sample.key for sample in samples] == [
+        sample.key for sample in assembly._usable_samples(spoilt, seed=1, encoder=encoder)
+    ], "all ranks look at the same samples"
+
+
+def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder: Encoder) -> None:
+    rows = [{"messages": [], "objects": None}] * 5
+    with pytest.raises(
+        DatasetError, match=r"got none among num_rows=5, the first because: a row needs objects="
+    ):
+        assembly._usable_samples(rows, seed=1, encoder=encoder)
+
+
+# --- a whole run -------------------------------------------------------------------------------------
+
+
+def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    config = configure(server.url)
+    run = _start(config, rows, tmp_path / "first", _token_count)
+    try:
+        source, clock = run._channel_b.source, run._channel_b.clock  # type: ignore[union-attr]
+        outstanding = [drawn.key for drawn in source.draw(3)]
+        clock.advance()
+        clock.advance()
+        state = run.state_dict()
+    finally:
+        run.close()
+    again = _start(config, rows, tmp_path / "second", _token_count)
+    try:
+        again.load_state_dict(state)
+        channel_b = again._channel_b
+        assert channel_b is not None
+        assert channel_b.clock.current == 2
+        assert not channel_b.fence.is_open, "the first round opens it"
+        assert [drawn.key for drawn in channel_b.source.draw(3)] == outstanding
+    finally:
+        again.close()
+        again.close()
+    assert server.infer_calls == [], "nothing is inferred before a round"
+
+
+def test_a_model_whose_packed_segments_see_each_other_does_not_train(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    def leaking(batch: Mapping[str, Any]) -> float:
+        return _token_count(batch) ** 1.01
+
+    with pytest.raises(ConfigError, match="packed segments must not see each other"):
+        _start(configure(server.url), rows, tmp_path, leaking)
+
+
+def test_without_channel_b_nothing_of_it_exists(
+    rows: list[dict[str, Any]], tmp_path: Path, server: FakeRolloutServer
+) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
+    run = _start(load_config(path), rows, tmp_path, _token_count)
+    try:
+        assert run._channel_b is None
+        assert run.state_dict()["learner"] == {}
+    finally:
+        run.close()
+    assert server.calls == []
