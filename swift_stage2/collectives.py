@@ -151,9 +151,7 @@ class WeightGroup:
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._store: TCPStore | None = store
-        self._group: Any = ProcessGroupGloo(
-            PrefixStore("weights", store), rank, self._SIZE, options
-        )
+        self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, self._SIZE, options)
         self._timeout = timeout
 
     def broadcast(self, tensor: torch.Tensor) -> None:

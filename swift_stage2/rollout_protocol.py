@@ -145,7 +145,9 @@ class RoundRequest:
             raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
         timeout_s = record.get("timeout_s", 300.0)
         if not isinstance(timeout_s, (int, float)) or not math.isfinite(timeout_s) or timeout_s <= 0:
-            raise ProtocolError(f"timeout_s must be a positive number of seconds, got timeout_s={timeout_s!r}")
+            raise ProtocolError(
+                f"timeout_s must be a positive number of seconds, got timeout_s={timeout_s!r}"
+            )
         return cls(
             round_id=_text(record, "round_id"),
             run_id=_text(record, "run_id"),
@@ -285,7 +287,9 @@ def _parse_completion(item: Any) -> Completion:
 def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(size, Sequence) and len(size) == 2 for size in value):
+    if not isinstance(value, list) or not all(
+        isinstance(size, Sequence) and len(size) == 2 for size in value
+    ):
         raise ProtocolError("images_size must be a list of (width, height)")
     return tuple((_integer(width, "width"), _integer(height, "height")) for width, height in value)
 

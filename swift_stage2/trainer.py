@@ -209,7 +209,12 @@ class EngineCanary:
         self._trainer = trainer
         self.request: dict[str, Any] = encoder.request(sample)
         self.config = rollout_protocol.request_config(
-            max_new_tokens=_CANARY_TOKENS, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+            max_new_tokens=_CANARY_TOKENS,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=-1,
+            repetition_penalty=1.0,
+            seed=1,
         )
         self._closing = encoder.closing_token_ids
         self._answer: tuple[int, ...] = ()
@@ -304,7 +309,9 @@ def _copy_of_batch(pack: Pack) -> dict[str, Any]:
 def _config_from_environment() -> Stage2Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
-        raise ConfigError(f"{CONFIG_VARIABLE} must name the YAML configuration, got none; set it before training")
+        raise ConfigError(
+            f"{CONFIG_VARIABLE} must name the YAML configuration, got none; set it before training"
+        )
     return load_config(path)
 
 

@@ -37,7 +37,13 @@ class GlooTransport:
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
         timeout_s = deadline.remaining_s()
-        body = {"host": session.host, "port": port, "world_size": 2, "backend": "gloo", "timeout_s": timeout_s}
+        body = {
+            "host": session.host,
+            "port": port,
+            "world_size": 2,
+            "backend": "gloo",
+            "timeout_s": timeout_s,
+        }
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         try:
             self._group = WeightGroup(WeightGroup.LEARNER_RANK, session.host, port, timeout_s)

@@ -42,7 +42,9 @@ def results() -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-def test_ranks_with_five_and_three_packs_train_a_and_with_four_each_train_b(results: list[dict[str, Any]]) -> None:
+def test_ranks_with_five_and_three_packs_train_a_and_with_four_each_train_b(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         scenario = result["uneven_queues"]
         assert [step[1:3] for step in scenario["steps"]] == [["A", "not_enough_packs"], ["B", None]]
@@ -69,14 +71,18 @@ def test_or_leaves_channel_a_alone_on_both(results: list[dict[str, Any]]) -> Non
         ]  # fmt: skip
 
 
-def test_weights_that_rank_zero_cannot_export_raise_the_same_error_on_both(results: list[dict[str, Any]]) -> None:
+def test_weights_that_rank_zero_cannot_export_raise_the_same_error_on_both(
+    results: list[dict[str, Any]],
+) -> None:
     errors = {result["export_fails"]["error"] for result in results}
     assert len(errors) == 1
     assert "WeightSyncError: weights must be finite" in errors.pop()
     assert {result["export_fails"]["version"] for result in results} == {0}
 
 
-def test_a_server_that_dies_in_a_round_leaves_the_version_and_closes_the_fence(results: list[dict[str, Any]]) -> None:
+def test_a_server_that_dies_in_a_round_leaves_the_version_and_closes_the_fence(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         scenario = result["server_dies"]
         assert scenario["rounds"][:2] == [[0, 1, [0]], [3, 2, []]]

@@ -91,8 +91,9 @@ class Events:
 
 
 class SilentCanary:
-    request: dict[str, Any] = {}
-    config: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.request: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
 
     def answer(self) -> None: ...
 
@@ -112,7 +113,7 @@ class ProvingSync(WeightSync):
         if self.num_rounds in self.dead_rounds or outcome.learner_fault:
             return outcome
         proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
-        return type(outcome)(outcome.round_id, version, {server: proven for server in targets})
+        return type(outcome)(outcome.round_id, version, dict.fromkeys(targets, proven))
 
 
 def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, sync_every: int = 1000) -> Any:
@@ -139,7 +140,13 @@ def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, syn
         pipeline=pipeline,  # type: ignore[arg-type]
         fence=fence,
         clock=VersionClock(),
-        pacer=Pacer(b_ratio=1.0, version_window=window, sync_every_steps=sync_every, target_packs=4, packs_per_b_step=4),
+        pacer=Pacer(
+            b_ratio=1.0,
+            version_window=window,
+            sync_every_steps=sync_every,
+            target_packs=4,
+            packs_per_b_step=4,
+        ),
         guard=TruncationGuard(1.0),
         rounds=RoundSchedule(1, sync_every),
         sync=sync,
@@ -151,7 +158,12 @@ def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, syn
     )
     events = Events()
     learner = Learner(
-        b_ratio=1.0, control=control, events=events, starvation=None, fail_when_starved=False, channel_b=channel_b
+        b_ratio=1.0,
+        control=control,
+        events=events,
+        starvation=None,
+        fail_when_starved=False,
+        channel_b=channel_b,
     )
     return learner, channel_b, events, module
 
@@ -182,7 +194,7 @@ def pipeline_dies(continue_on_failure: bool) -> dict[str, Any]:
 
 
 def export_fails() -> dict[str, Any]:
-    learner, b, events, module = build(packs=0)
+    learner, b, _events, module = build(packs=0)
     if RANK == 0:
         with torch.no_grad():
             module.weight[0, 0] = float("nan")
@@ -224,7 +236,7 @@ def server_dies() -> dict[str, Any]:
 
 
 def one_rank_suspects() -> dict[str, Any]:
-    learner, b, events, _ = build(packs=0)
+    learner, b, _events, _ = build(packs=0)
     opens, proven = [], []
     for step in range(4):
         learner.begin_step(step, 1)
@@ -270,7 +282,9 @@ SCENARIOS = {
 
 
 def main() -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=RANK, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=RANK, world_size=2
+    )
     results = {name: SCENARIOS[name]() for name in sys.argv[1:]}
     print(json.dumps(results))
     dist.destroy_process_group()

@@ -65,7 +65,11 @@ def start_server(directory: Path) -> Server:
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | ENVIRONMENT
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | ENVIRONMENT,
         )
     server = Server(f"http://127.0.0.1:{port}", group_port, process, log)
     end = time.monotonic() + _SERVER_START_S
@@ -75,7 +79,8 @@ def start_server(directory: Path) -> Server:
                 return server
         except httpx.HTTPError:
             pass
-        assert process.poll() is None and time.monotonic() < end, log.read_text()[-2000:]
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < end, log.read_text()[-2000:]
         time.sleep(0.2)  # bounded polling of another process's start
 
 
@@ -106,11 +111,20 @@ class LearnerRun:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def recorded(self, rank: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "record" / f"rank{rank}.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.directory / "record" / f"rank{rank}.jsonl").read_text().splitlines()
+        ]
 
 
 def write_config(
-    directory: Path, rows: Path, server: Server | None, *, b_ratio: float, swift: dict[str, Any], **channel_b: Any
+    directory: Path,
+    rows: Path,
+    server: Server | None,
+    *,
+    b_ratio: float,
+    swift: dict[str, Any],
+    **channel_b: Any,
 ) -> Path:
     """A small run on the tiny model. ``swift`` and ``channel_b`` override single keys."""
     config: dict[str, Any] = {
@@ -141,7 +155,12 @@ def write_config(
             "schedule": {"b_ratio": b_ratio},
             "channel_b": {
                 "max_truncated_ratio": 1.0,
-                "prefetch": {"queue_limit": 6, "version_window": 3, "sync_every_steps": 4, "prefetch_target_packs": 6},
+                "prefetch": {
+                    "queue_limit": 6,
+                    "version_window": 3,
+                    "sync_every_steps": 4,
+                    "prefetch_target_packs": 6,
+                },
                 "packing": {"packing_length": 256, "packing_min_fill_ratio": 0.5},
                 **channel_b,
             },

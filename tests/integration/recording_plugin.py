@@ -1,4 +1,4 @@
-"""An ``--external_plugins`` file: the real trainer, which also writes down what it trained and the weights it ends with.
+"""An ``--external_plugins`` file: the real trainer, which also writes down what it trained and its last weights.
 
 One JSON line per micro-batch of each rank into ``RECORD_DIR``; faults are injected through ``INJECT``.
 """

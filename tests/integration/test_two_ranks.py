@@ -68,13 +68,16 @@ def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(lo
     rounds = long_run.audit(0, "round")
     assert [record["version"] for record in rounds] == list(range(1, len(rounds) + 1))
     assert len(rounds) >= 20
-    assert {server["proof"] for record in rounds for server in record["servers"].values()} == {"checksums+canary"}
+    assert {server["proof"] for record in rounds for server in record["servers"].values()} == {
+        "checksums+canary"
+    }
 
 
 def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
     for rank in (0, 1):
         lags = [record["version_lag"] for record in long_run.audit(rank, "step") if record["channel"] == "B"]
-        assert lags and max(lags) <= 3
+        assert lags
+        assert max(lags) <= 3
 
 
 def test_no_sample_is_trained_twice_in_an_epoch_of_its_stream(long_run: LearnerRun) -> None:
@@ -98,7 +101,11 @@ def test_activities_sum_to_wall_time(long_run: LearnerRun) -> None:
 def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, server: Server) -> None:
     directory = tmp_path / "lora"
     config = write_config(
-        directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 14, "tuner_type": "lora", "learning_rate": 1e-2}
+        directory,
+        rows_file,
+        server,
+        b_ratio=0.5,
+        swift={"max_steps": 14, "tuner_type": "lora", "learning_rate": 1e-2},
     )
     run = run_learner(config, directory, ranks=2)
     assert run.status == 0, run.output[-3000:]
@@ -119,7 +126,11 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
     assert reference.status == 0, reference.output[-3000:]
     first = tmp_path / "first"
     config = write_config(
-        first, rows_file, server, b_ratio=0.5, swift={"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+        first,
+        rows_file,
+        server,
+        b_ratio=0.5,
+        swift={"max_steps": 12, "save_strategy": "steps", "save_steps": 4},
     )
     stopped = run_learner(config, first, ranks=2, inject="1:8:sigterm")
     assert stopped.status == 0, stopped.output[-3000:]
@@ -138,7 +149,9 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
 
     steps = [record for run in (stopped, resumed) for record in run.audit(0, "step")]
     assert [record["step"] for record in steps] == list(range(12))
-    assert any(record["channel"] == "B" for record in steps if 6 <= record["step"] < 9), "no B step before the stop"
+    assert any(record["channel"] == "B" for record in steps if 6 <= record["step"] < 9), (
+        "no B step before the stop"
+    )
     for rank in (0, 1):
         read = [
             (record["step"], record["batch"])

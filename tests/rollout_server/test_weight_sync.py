@@ -112,7 +112,8 @@ def test_a_push_that_changed_nothing_and_a_wrong_push_are_caught_by_checksums(
 ) -> None:
     server.engine.install_fault = fault
     outcome = learner.round()
-    assert outcome.proven == () and outcome.failed == (0,)
+    assert outcome.proven == ()
+    assert outcome.failed == (0,)
     assert "resident checksum" in str(outcome.reports[0].error) or "canary" in str(outcome.reports[0].error)
     assert server.post_infer([learner.canary.request]).status_code == 409  # and the server itself refuses too
 
@@ -154,7 +155,8 @@ def test_another_model_is_refused_before_any_downtime(server: RunningServer, lea
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
     learner.sync._endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
     outcome = learner.round()
-    assert outcome.failed == (0,) and outcome.learner_fault is None
+    assert outcome.failed == (0,)
+    assert outcome.learner_fault is None
     assert "ConnectError" in str(outcome.reports[0].error)
 
 
