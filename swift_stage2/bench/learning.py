@@ -30,6 +30,7 @@ from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
 DEFAULT_STEPS = 200
+NUM_HELD_OUT = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,13 @@ def plan_jobs(
                 seed=seed,
             )
             if scenes is None:
-                scenes = write_scenes(job.directory.parent, kind, num_train=num_train_samples(job), seed=seed)
+                scenes = write_scenes(
+                    job.directory.parent,
+                    kind,
+                    num_train=num_train_samples(job),
+                    num_held_out=NUM_HELD_OUT,
+                    seed=seed,
+                )
             yield replace(job, rows=scenes.train)
 
 

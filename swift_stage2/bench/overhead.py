@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     clocks: dict[ArmName, list[dict[str, list[int]]]] = {arm: [] for arm in ArmName}
     job = _job(directory, arguments.steps, arguments.ranks)
-    write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), seed=0)
+    write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     with ChildRuns() as children:
         for pair in range(arguments.repeats):
             for arm in order_of_arms(pair):

@@ -26,6 +26,7 @@ from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
 DEFAULT_STEPS = 120
+NUM_HELD_OUT = 128
 _FAILED = 1
 
 
@@ -51,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     ports = free_ports(2)
     write_config(job, (ports[0], ports[1]))
-    scenes = write_scenes(directory, arguments.kind, num_train=num_train_samples(job), seed=arguments.seed)
+    scenes = write_scenes(
+        directory,
+        arguments.kind,
+        num_train=num_train_samples(job),
+        num_held_out=NUM_HELD_OUT,
+        seed=arguments.seed,
+    )
     try:
         with ChildRuns(_show_launcher) as children:
             train(children, job, LiveView(sys.stdout))

@@ -15,7 +15,6 @@ from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import UserError
 
-NUM_HELD_OUT = 128
 _HELD_OUT_STREAM = 0
 _MAX_TRAIN_SAMPLES = 2048
 
@@ -33,7 +32,9 @@ def num_train_samples(job: DemoJob) -> int:
     return min(_MAX_TRAIN_SAMPLES, job.num_steps * job.samples_per_step)
 
 
-def write_scenes(directory: Path, kind: SceneKind, *, num_train: int, seed: int) -> SceneFiles:
+def write_scenes(
+    directory: Path, kind: SceneKind, *, num_train: int, num_held_out: int, seed: int
+) -> SceneFiles:
     """Writes ``directory/train`` and ``directory/held_out``.
 
     Raises:
@@ -47,7 +48,7 @@ def write_scenes(directory: Path, kind: SceneKind, *, num_train: int, seed: int)
         return SceneFiles(
             train=write_dataset(directory / "train", kind, num_train, Split.TRAIN, seed),
             held_out=write_dataset(
-                directory / "held_out", kind, NUM_HELD_OUT, Split.HELD_OUT, _HELD_OUT_STREAM
+                directory / "held_out", kind, num_held_out, Split.HELD_OUT, _HELD_OUT_STREAM
             ),
         )
     except OSError as error:
