@@ -272,6 +272,7 @@ def _build_channel_b(
         run_id=run_id,
         timeout_s=rollout.sync.timeout_s,
         bucket_mib=rollout.sync.bucket_mib,
+        proof=rollout.sync.proof,
         api_key=api_key,
     )
     return ChannelB(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.collectives import ControlGroup
+from swift_stage2.config import Proof
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_checksum import checksum_tensor
@@ -108,6 +109,7 @@ class WeightSync:
         run_id: str,
         timeout_s: float,
         bucket_mib: int,
+        proof: Proof = Proof.AUTO,
         api_key: str | None = None,
     ) -> None:
         self._endpoints = tuple(endpoints)
@@ -118,6 +120,7 @@ class WeightSync:
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_mib * _MIB
+        self._proof = proof
         self._api_key = api_key
         self._transports: dict[int, WeightTransport] = {}
 
@@ -221,12 +224,31 @@ class _Push(threading.Thread):
             if not info.stock:
                 self._drop_transport()
         with self._phase("prove"):
-            same_dtypes = info.stock or own_manifest == info.manifest
+            self._prove(session, info, sent, same_dtypes=info.stock or own_manifest == info.manifest)
+
+    def _prove(
+        self,
+        session: ServerSession,
+        info: protocol.ServerInfo,
+        sent: dict[str, str],
+        *,
+        same_dtypes: bool,
+    ) -> None:
+        wanted = self._sync._proof
+        if info.stock and wanted is Proof.CHECKSUM:
+            raise ServerFault(
+                f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto"
+            )
+        shown = []
+        if wanted is not Proof.CHECKSUM:
             self._ask_canary(session, must_agree=same_dtypes)
-            if not info.stock:
-                body = session.post(protocol.FINISH_ROUND, {"round_id": self._round_id}, deadline)
+            shown += ["canary"] if same_dtypes else []
+        if not info.stock:
+            body = session.post(protocol.FINISH_ROUND, {"round_id": self._round_id}, self._deadline)
+            if wanted is not Proof.CANARY:
                 self._check_proof(body, sent, info)
-                self._proof = "checksums+canary" if same_dtypes else "checksums"
+                shown.insert(0, "checksums")
+        self._proof = "+".join(shown)
 
     def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
         """Opens the round; a server that still ends what an abandoned caller asked is asked again."""

@@ -108,6 +108,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.request_timeout_s", math.inf, ["request_timeout_s=inf", "finite"]),
         ("rollout.request_timeout_s", None, ["request_timeout_s=None", "a number"]),
         ("rollout.start_timeout_s", -3, ["start_timeout_s=-3.0"]),
+        ("rollout.sync.on_pending", "abort", ["on_pending='abort'", "write on_pending: wait"]),
         ("rollout.sync.timeout_s", 0, ["timeout_s=0.0", "rollout.sync"]),
         ("rollout.sync.mode", "delta", ["mode='delta'", "full"]),
         ("control_timeout_s", 0, ["control_timeout_s=0.0"]),

@@ -12,6 +12,7 @@ from live_server import MODEL, RunningServer, free_port, image_request, load_lea
 
 from swift_stage2 import rollout_protocol
 from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.rollout_server.transformers_engine import InstallFault
 from swift_stage2.server_session import Deadline, ServerSession
@@ -211,3 +212,13 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
         assert session.info(Deadline(5)).weight_version == before.version
     assert old.weight_version == before.version
     assert learner.round().proven == (0,)  # and the next round repairs everything
+
+
+@pytest.mark.parametrize("proof", [Proof.CHECKSUM, Proof.CANARY])
+def test_a_proof_can_be_narrowed_to_one_kind(server: RunningServer, proof: Proof) -> None:
+    learner = Learner(server)
+    learner.sync._proof = proof
+    outcome = learner.round()
+    assert outcome.proven == (0,)
+    assert outcome.reports[0].proof == {Proof.CHECKSUM: "checksums", Proof.CANARY: "canary"}[proof]
+    learner.sync.close()
