@@ -51,7 +51,7 @@ def _build(rows_file: Path, directory: Path, trainer_class: str, **arguments: An
 
 def _train(rows_file: Path, directory: Path, trainer_class: str) -> Recorded:
     trainer = _build(
-        rows_file, directory, trainer_class, max_steps=3, gradient_accumulation_steps=2, freeze_vit=False
+        rows_file, directory, trainer_class, max_steps=3, gradient_accumulation_steps=3, freeze_vit=False
     )
     recorded = Recorded()
     trainer.add_callback(_Recorder(recorded))
@@ -64,7 +64,7 @@ def _train(rows_file: Path, directory: Path, trainer_class: str) -> Recorded:
 def test_channel_a_is_bit_equal_to_plain_ms_swift(
     rows_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Gradients of every window, logged losses and final weights over three steps of two micro_steps."""
+    """Gradients of every window, logged losses and final weights over three steps, one of them a short window."""
     directory = tmp_path_factory.mktemp("runs")
     for name in ("plain", "ours"):
         (directory / name).mkdir()

@@ -228,6 +228,24 @@ def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encode
     assert bench.pipeline.production_pace.typical_steps > 0
 
 
+def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+
+    def answer_in_the_middle_of_a_round(samples: Sequence[Sample]) -> BatchOutcome:
+        newer = bench.client.rollout(samples[0])
+        bench.clock.advance()
+        newest = bench.client.rollout(samples[1])
+        return BatchOutcome(rollouts=(newest, newer), returned=tuple(samples[2:]))
+
+    bench.clock.advance()
+    bench.client.answer = answer_in_the_middle_of_a_round
+    bench.observe()
+    assert bench.pipeline._work_once()
+    (pack,) = bench.events.packs
+    assert [segment.version for segment in bench.events.segments] == [2, 1]
+    assert (len(pack.keys), pack.version) == (2, 1)
+
+
 def test_nothing_is_asked_before_the_first_step_nor_without_a_server(
     make_bench: Callable[..., Bench],
 ) -> None:
