@@ -6,11 +6,9 @@ Used by rank 0's weight sync and by start-up checks, never for rollouts. Foreign
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.cuttable_call import CuttableCall
 from swift_stage2.errors import ConfigError, ProtocolError, ServerFault
 
 _SHORTEST_TIMEOUT_S = 0.05
@@ -102,18 +101,22 @@ class ServerSession:
 
     def _request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         timeout_s = deadline.remaining_s()
-        with _CallDeadline(timeout_s) as call:
+        call: CuttableCall[str] = CuttableCall()
+        timer = threading.Timer(timeout_s, call.cut, ("its deadline",))
+        timer.daemon = True
+        timer.start()
+        late = httpx.ReadTimeout(f"the reply had not ended after {timeout_s:.1f} s")
+        try:
             extensions = {"trace": call.trace}
-            try:
-                response = self._http.request(
-                    method, path, timeout=timeout_s, extensions=extensions, **content
-                )
-            except httpx.TransportError as error:
-                if call.expired:  # our own cut looks like a connection that the server lost
-                    raise _late(timeout_s) from error
+            response = self._http.request(method, path, timeout=timeout_s, extensions=extensions, **content)
+        except httpx.HTTPError as error:
+            if call.finish() is None:
                 raise
-        if call.expired:  # or like the end of a reply without a length
-            raise _late(timeout_s)
+            raise late from error  # the cut shows as a lost connection
+        finally:
+            timer.cancel()
+        if call.finish() is not None:  # or as the end of a reply without a length
+            raise late
         return response
 
     def _body(self, response: httpx.Response) -> Any:
@@ -149,38 +152,3 @@ def _reason_of(response: httpx.Response) -> str | None:
 
 def _late(timeout_s: float) -> httpx.ReadTimeout:
     return httpx.ReadTimeout(f"the reply had not ended after {timeout_s:.1f} s")
-
-
-class _CallDeadline:
-    """Ends one call at its deadline. httpx limits each read, which a server that trickles never exceeds."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._timer = threading.Timer(timeout_s, self._expire)
-        self._timer.daemon = True
-        self.expired = False
-
-    def __enter__(self) -> _CallDeadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Learns the call's socket from httpx's ``trace`` extension."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-                self._shut_if_expired()
-
-    def _expire(self) -> None:
-        with self._lock:
-            self.expired = True
-            self._shut_if_expired()
-
-    def _shut_if_expired(self) -> None:
-        if self.expired and self._socket is not None:
-            with suppress(OSError):  # the peer may have closed it already
-                self._socket.shutdown(socket.SHUT_RDWR)

@@ -8,10 +8,8 @@ mistaken for one lost during a POST. Called by the server's lane; ``end`` may co
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ import httpx
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.cuttable_call import CuttableCall
 from swift_stage2.errors import ConfigError, ProtocolError
 
 _REFUSALS = {
@@ -49,7 +48,7 @@ class ServerConnection:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._ended = False
-        self._call: _Call | None = None
+        self._call: CuttableCall[PostEnd] | None = None
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -86,7 +85,7 @@ class ServerConnection:
         self._http.close()
 
     def _post(self, path: str, body: Any, timeout_s: float, parse: Callable[[Any], object]) -> PostResult:
-        call = _Call()
+        call: CuttableCall[PostEnd] = CuttableCall()
         with self._lock:
             if self._ended:
                 return PostResult(PostEnd.STOPPED, "this process is shutting down")
@@ -104,7 +103,12 @@ class ServerConnection:
         return PostResult(result.end, self._without_key(result.reason))
 
     def _exchange(
-        self, path: str, body: Any, timeout_s: float, parse: Callable[[Any], object], call: _Call
+        self,
+        path: str,
+        body: Any,
+        timeout_s: float,
+        parse: Callable[[Any], object],
+        call: CuttableCall[PostEnd],
     ) -> PostResult:
         where = f"{self.base_url}{path}"
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
@@ -143,41 +147,6 @@ class ServerConnection:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._api_key, "***") if self._api_key else text
-
-
-class _Call:
-    """The socket of the call in progress, so that another thread can end it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._cut_as: PostEnd | None = None
-        self._finished = False
-
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Learns the socket from httpx's ``trace`` extension."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-                self._shut_if_cut()
-
-    def cut(self, end: PostEnd) -> None:
-        """Wakes the reading thread, whatever it waits for; a call that has finished is left alone."""
-        with self._lock:
-            if not self._finished and self._cut_as is None:
-                self._cut_as = end
-                self._shut_if_cut()
-
-    def finish(self) -> PostEnd | None:
-        """Marks the call as over and says whether it was cut before."""
-        with self._lock:
-            self._finished = True
-            return self._cut_as
-
-    def _shut_if_cut(self) -> None:
-        if self._cut_as is not None and self._socket is not None:
-            with suppress(OSError):  # the peer may have closed it already
-                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _require_reset(reply: Any) -> None:
