@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from swift_stage2.config import load_config
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.detection_score import DetectionScore
@@ -28,7 +29,14 @@ def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
     Raises:
         ChildFailed: it did not end well.
     """
-    progress = RunProgress(job.run_dir, job.num_ranks, job.num_steps, b_enabled=job.b_ratio > 0)
+    config = load_config(job.config_path)
+    progress = RunProgress(
+        job.run_dir,
+        job.num_ranks,
+        job.num_steps,
+        b_enabled=config.b_enabled,
+        queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
+    )
 
     def show() -> None:
         state = progress.refresh()
@@ -53,16 +61,15 @@ def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
 def score(
     children: ChildRuns, held_out: Path, out: Path, checkpoints: Sequence[Path]
 ) -> tuple[DetectionScore, ...]:
-    """Scores checkpoints alike, in one process that may use every core.
+    """Scores checkpoints alike, in one process.
 
     Raises:
         ChildFailed: it did not end well.
     """
-    environment = {name: value for name, value in CHILD_ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
     command = evaluation_command(held_out, out, checkpoints)
     deadline_s = _EVALUATION_DEADLINE_S * len(checkpoints)
     logs = out.parent / "logs"
-    children.run("evaluation", command, log_dir=logs, deadline_s=deadline_s, environment=environment)
+    children.run("evaluation", command, log_dir=logs, deadline_s=deadline_s, environment=CHILD_ENVIRONMENT)
     return read_scores(out)
 
 
