@@ -13,8 +13,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
-from swift_stage2.collectives import ControlGroup, join_control_group
+from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
 from swift_stage2.fence import InferFence
@@ -54,6 +55,7 @@ _POLL_S = 0.5
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
 PackedLoss = Callable[[dict[str, Any]], float]
+ResultT = TypeVar("ResultT")
 
 
 class Stage2Run:
@@ -101,6 +103,10 @@ class Stage2Run:
             while self._channel_b.clock.current < state["learner"]["version"]:
                 self._channel_b.clock.advance()
 
+    def together(self, work: Callable[[], ResultT]) -> ResultT:
+        """What ``work`` returns, once it has succeeded on every rank; raises on all when it fails on one."""
+        return together(self._control, work)
+
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""
         self.learner.close()
@@ -128,6 +134,7 @@ def start_run(
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
+        UserError: that is so on another rank.
         ServerUnavailable: a server did not answer within ``rollout.start_timeout_s``; on every rank.
     """
     control = join_control_group(config.control_timeout_s)
@@ -140,7 +147,8 @@ def start_run(
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
         if config.b_enabled:
             _wait_for_servers(config, control)
-            channel_b = _build_channel_b(
+            build = partial(
+                _build_channel_b,
                 config,
                 rows,
                 template,
@@ -153,6 +161,7 @@ def start_run(
                 packed_loss,
                 packs_per_step,
             )
+            channel_b = together(control, build)
         on_failure.pop_all()
     starvation = config.stage2_ab.starvation
     watched = channel_b is not None and starvation.action is not StarvationAction.OFF
@@ -268,7 +277,7 @@ def _build_channel_b(
         control=control,
         export=WeightExport(module),
         canary=make_canary(encoder, samples[0]),
-        make_transport=lambda info: _transport_for(info, module),
+        make_transport=lambda info: _transport_for(info, module, api_key),
         run_id=run_id,
         timeout_s=rollout.sync.timeout_s,
         bucket_mib=rollout.sync.bucket_mib,
@@ -299,10 +308,10 @@ def _build_channel_b(
     )
 
 
-def _transport_for(info: protocol.ServerInfo, module: nn.Module) -> WeightTransport:
+def _transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | None) -> WeightTransport:
     if not info.stock:
         return GlooTransport()
-    return NcclTransport(next(module.parameters()).device)
+    return NcclTransport(next(module.parameters()).device, api_key)
 
 
 def _wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:

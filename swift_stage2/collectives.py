@@ -12,16 +12,20 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from swift_stage2.errors import Stage2Error, UserError
+
 _LISTEN_BACKLOG = 16
 _LEARNER_IS_HERE = "learner"
 _WAIT_SLICE_S = 0.2
+
+ResultT = TypeVar("ResultT")
 
 
 class ControlGroup(Protocol):
@@ -97,7 +101,7 @@ class GlooControlGroup:
 
     def gather(self, text: str) -> tuple[str, ...]:
         """Every rank's text, in rank order, on every rank."""
-        body = text.encode()
+        body = text.encode(errors="backslashreplace")  # a file name may hold what UTF-8 cannot
         length = self.reduce_max([len(body)])[0]
         mine = torch.frombuffer(bytearray(body.ljust(length + 1, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -114,6 +118,30 @@ def join_control_group(timeout_s: float) -> ControlGroup:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooControlGroup(timeout_s)
     return SingleRank()
+
+
+def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
+    """What ``work`` returns here, once it has succeeded on every rank; so it is a barrier as well.
+
+    Without it, a rank whose own files or data are bad would leave the others waiting in their next collective.
+
+    Raises:
+        Stage2Error, OSError: ``work`` raised it on this rank; on the others a ``UserError`` or ``Stage2Error``
+            that names rank and cause.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except (Stage2Error, OSError) as error:
+        failure = error
+    failed, is_users = control.reduce_max([failure is not None, isinstance(failure, UserError)])
+    if not failed:
+        return result
+    mine = f"rank {control.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    causes = "; ".join(cause for cause in control.gather(mine) if cause)
+    if failure is not None:
+        raise failure
+    raise (UserError if is_users else Stage2Error)(causes)
 
 
 class WeightGroup:

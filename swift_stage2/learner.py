@@ -7,8 +7,8 @@ travels in one vector and nothing else is consulted. Knows no ms-swift; called b
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -114,7 +114,8 @@ class Learner:
         self._starvation = starvation
         self._fail_when_starved = fail_when_starved
         self._b = channel_b
-        self._stop = threading.Event()
+        # Without a lock: a signal handler sets it, and a second signal may interrupt the first one's.
+        self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
         self._slowest_production_steps = 0.0
@@ -129,7 +130,7 @@ class Learner:
 
     def request_stop(self) -> None:
         """Asks all ranks to stop at the end of the next step they agree on; safe in a signal handler."""
-        self._stop.set()
+        self._stop_requested = True
 
     def begin_step(self, step: int, num_packs: int) -> StepDecision:
         """Runs a due round, then agrees with all ranks on this step's channel.
@@ -168,6 +169,7 @@ class Learner:
         b = self._b
         if b is None:
             return
+        b.pipeline.stop(0.0)  # first, so that what the others refuse it from now on is no failure
         b.client.request_stop()
         b.fence.shutdown()
         b.queue.close()
@@ -181,11 +183,21 @@ class Learner:
         if not b.rounds.is_due(step):
             return
         b.fence.close(timeout_s=0)
+        # In this order: a lane that gives up an abandoned POST makes its server suspect in the same moment.
         busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
-        if self._control.reduce_max([int(busy)])[0]:
+        suspects = b.client.suspects
+        vector = [int(busy), *(int(url in suspects) for url in b.base_urls)]
+        any_busy, *suspect = self._control.reduce_max(vector)
+        # Such a server may still compute: it must be out of this very round, not of the next.
+        self._take_in_suspects(b, step, [flag > 0 for flag in suspect], [False] * len(suspect))
+        if any_busy:
             return  # stays pending; training goes on
+        targets = b.rounds.targets(step)
+        if not targets:
+            b.rounds.finish(step, proven=(), failed=())
+            return
         with self._events.activity("syncing"), b.probe.paused():
-            outcome = b.sync.run(b.clock.current + 1, b.rounds.targets(step))
+            outcome = b.sync.run(b.clock.current + 1, targets)
         if outcome.proven:
             b.clock.advance()
         b.rounds.finish(step, proven=outcome.proven, failed=outcome.failed)
@@ -196,12 +208,16 @@ class Learner:
             b.fence.reopen(b.clock.current)
         self._events.record_round(step, outcome)
 
-    def _take_in_suspects(self, b: ChannelB, step: int, outcome: GateOutcome) -> None:
+    def _take_in_suspects(
+        self, b: ChannelB, step: int, suspect: Sequence[bool], answers_again: Sequence[bool]
+    ) -> None:
         before = b.rounds.proven
-        b.rounds.observe(step, suspect=outcome.servers_suspect, answers_again=outcome.servers_answer_again)
-        lost = [b.base_urls[index] for index in before if index not in b.rounds.proven]
-        if not lost:
+        b.rounds.observe(step, suspect=suspect, answers_again=answers_again)
+        lost_servers = [index for index in before if index not in b.rounds.proven]
+        if not lost_servers:
             return
+        lost = [b.base_urls[index] for index in lost_servers]
+        b.sync.distrust(lost_servers)
         # Only withdrawn, never re-proven here: this rank may meanwhile suspect another server.
         b.client.withdraw(lost)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
@@ -216,7 +232,7 @@ class Learner:
         )
 
     def _agree(self, reservation: Reservation[Pack] | None) -> GateOutcome:
-        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop.is_set())
+        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested)
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
@@ -255,7 +271,7 @@ class Learner:
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
-        self._take_in_suspects(b, step, outcome)
+        self._take_in_suspects(b, step, outcome.servers_suspect, outcome.servers_answer_again)
         b.pipeline.observe(
             StepView(
                 step=step,

@@ -1,7 +1,8 @@
 """Writes and reads what a resumed run needs beside Hugging Face's checkpoint: one JSON file per rank.
 
-Each file names the step, rank and world size it belongs to, so that two checkpoints cannot be mixed. It is
-written before the trainer's own state, so a checkpoint that Hugging Face can resume from is complete.
+Each file names the step, rank and world size it belongs to, so that two checkpoints cannot be mixed. All ranks'
+are written before any rank writes the trainer's own state, so a checkpoint that Hugging Face can resume from is
+complete.
 """
 
 from __future__ import annotations

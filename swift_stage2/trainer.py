@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from swift_stage2.cpu_torchvision import declare_operators
@@ -60,8 +61,6 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
-        if self._resume_directory and self.stage2_config.b_enabled:
-            self._resumed_a_batches = resume.read_a_batches(self._resume_directory, self.args.process_index)
         with _StopSignals(self):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -103,7 +102,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("saving"):
             directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-            resume.write_state(
+            write = partial(
+                resume.write_state,
                 directory,
                 rank=self.args.process_index,
                 world_size=self.args.world_size,
@@ -111,6 +111,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
                 a_batches_in_epoch=self._a_batches_in_epoch,
                 state=self.stage2.state_dict(),
             )
+            # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
+            self.stage2.together(write)
             return super()._save_checkpoint(*args, **kwargs)
 
     def begin_stage2(self) -> None:
@@ -131,15 +133,19 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             logging_steps=int(self.args.logging_steps),
         )
         if self._resume_directory and self.stage2_config.b_enabled:
-            state = resume.read_state(
-                self._resume_directory,
-                rank=self.args.process_index,
-                world_size=self.args.world_size,
-                step=self.state.global_step,
-            )
-            self.stage2.load_state_dict(state)
-            self._a_batches_in_epoch = self._resumed_a_batches or 0
+            self.stage2.together(self._resume)
         self.stage2.start()
+
+    def _resume(self) -> None:
+        assert self.stage2 is not None
+        assert self._resume_directory is not None
+        rank = self.args.process_index
+        state = resume.read_state(
+            self._resume_directory, rank=rank, world_size=self.args.world_size, step=self.state.global_step
+        )
+        self.stage2.load_state_dict(state)
+        self._resumed_a_batches = resume.read_a_batches(self._resume_directory, rank)
+        self._a_batches_in_epoch = self._resumed_a_batches
 
     def begin_epoch(self) -> None:
         """Counts channel A's batches anew, unless the epoch was resumed in its middle."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -123,6 +123,7 @@ class WeightSync:
         self._proof = proof
         self._api_key = api_key
         self._transports: dict[int, WeightTransport] = {}
+        self._distrusted: set[int] = set()
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
         """One round that brings ``targets`` to ``version``; returns the same outcome on every rank.
@@ -139,6 +140,10 @@ class WeightSync:
             raise WeightSyncError(outcome.learner_fault)
         return outcome
 
+    def distrust(self, servers: Iterable[int]) -> None:
+        """What connects to these servers is not used again: they may come back as other processes."""
+        self._distrusted.update(servers)
+
     def close(self) -> None:
         """Closes what the transports still hold."""
         for transport in self._transports.values():
@@ -154,14 +159,20 @@ class WeightSync:
             return RoundOutcome(round_id, version, learner_fault=_describe("the learner's canary", error))
         canary_seconds = time.perf_counter() - started
         pushes = [_Push(self, server, round_id, version) for server in targets]
-        for push in pushes:
-            push.start()
+        try:
+            for push in pushes:
+                push.start()
+        except RuntimeError as error:  # the process may start no more threads
+            return RoundOutcome(round_id, version, learner_fault=_describe("the start of a push", error))
         end = time.monotonic() + self._timeout_s
-        hung = [push.name for push in pushes if not push.finished.wait(max(0.0, end - time.monotonic()))]
+        hung = [push for push in pushes if not push.finished.wait(max(0.0, end - time.monotonic()))]
         if hung:
-            return RoundOutcome(
-                round_id, version, hung=f"{', '.join(hung)} did not return within {self._timeout_s} s"
-            )
+            for push in hung:
+                self._transports.pop(
+                    push.server, None
+                )  # its thread is inside: to close it could hang as well
+            names = ", ".join(push.name for push in hung)
+            return RoundOutcome(round_id, version, hung=f"{names} did not return within {self._timeout_s} s")
         fault = next((push.learner_fault for push in pushes if push.learner_fault), None)
         reports = {push.server: push.report for push in pushes if push.report is not None}
         return RoundOutcome(
@@ -204,6 +215,9 @@ class _Push(threading.Thread):
 
     def _transfer(self, session: ServerSession) -> None:
         deadline, export = self._deadline, self._sync._export
+        if self.server in self._sync._distrusted:
+            self._drop_transport()
+            self._sync._distrusted.discard(self.server)
         with self._phase("begin"):
             info = session.info(deadline)
             self._incarnation = info.incarnation
@@ -212,6 +226,8 @@ class _Push(threading.Thread):
             if not info.stock:
                 manifest = _agreed_manifest(own_manifest, info.manifest)
                 self._begin(session, manifest)
+            else:  # ordered: it answers once nothing runs any more that a lost caller has asked
+                self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
         with self._phase("connect"):
             transport = self._sync._transports.setdefault(self.server, self._sync._make_transport(info))
             transport.open(session, self._endpoint.group_port, deadline)

@@ -71,10 +71,11 @@ class NcclTransport:
     before another can be opened.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, api_key: str | None = None) -> None:
         self._device = device
+        self._api_key = api_key
         self._communicator: Any = None
-        self._session: ServerSession | None = None
+        self._joined: str | None = None  # base URL of the server that was asked to join
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
         if self._communicator is not None:
@@ -84,6 +85,7 @@ class NcclTransport:
 
         world_size = int(session.get(protocol.WORLD_SIZE, deadline)["world_size"]) + 1
         body = {"host": session.host, "port": port, "world_size": world_size}
+        self._joined = session.base_url
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         try:
             group = StatelessProcessGroup.create(
@@ -92,7 +94,6 @@ class NcclTransport:
             self._communicator = PyNcclCommunicator(group, device=self._device)
         except (RuntimeError, OSError) as error:
             raise ServerFault(f"{session.base_url}: the weight group did not form: {error}") from error
-        self._session = session
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         flat = flat.to(self._device)
@@ -107,6 +108,7 @@ class NcclTransport:
 
     def close(self) -> None:
         self._communicator = None
-        if self._session is not None:
-            session, self._session = self._session, None
-            session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(1.0))
+        if self._joined is not None:
+            base_url, self._joined = self._joined, None
+            with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
+                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(1.0))

@@ -99,6 +99,23 @@ def test_what_one_rank_suspects_no_rank_asks(results: list[dict[str, Any]]) -> N
         assert result["one_rank_suspects"]["proven"][2:] == [[], []]
 
 
+def test_a_server_that_became_suspect_since_the_last_step_is_not_pushed_to(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["suspect_when_due"]
+        assert [step for step, _, _ in scenario["rounds"]] == [0]
+        assert (scenario["open"], scenario["proven"], scenario["pending"]) == (False, [], False)
+        assert scenario["distrusted"] == [0]
+
+
+def test_a_start_that_fails_on_one_rank_fails_on_both(results: list[dict[str, Any]]) -> None:
+    assert [result["start_fails"]["results"] for result in results] == [[0], [1]]
+    mine, others = results[1]["start_fails"]["error"], results[0]["start_fails"]["error"]
+    assert mine.startswith("ConfigError: a picture cannot be read")
+    assert others.startswith("UserError: rank 1: ConfigError: a picture cannot be read: ")
+
+
 def test_a_rollout_in_flight_delays_the_round_and_never_a_step(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["busy_rank"]

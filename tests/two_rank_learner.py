@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.collectives import join_control_group
-from swift_stage2.errors import Stage2Error
+from swift_stage2.collectives import join_control_group, together
+from swift_stage2.errors import ConfigError, Stage2Error
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.scheduling.pacing import Pacer
@@ -205,6 +205,9 @@ def export_fails() -> dict[str, Any]:
         def info(self, deadline: Any) -> Any:
             return rollout_protocol.ServerInfo(stock=True)
 
+        def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
+            return {"message": "status: True"}
+
     real_session = weight_sync.ServerSession
     weight_sync.ServerSession = StockSession  # type: ignore[misc]
     b.sync._make_transport = lambda info: OpenTransport()  # type: ignore[assignment,return-value]
@@ -247,6 +250,41 @@ def one_rank_suspects() -> dict[str, Any]:
     return {"open": opens, "proven": proven}
 
 
+def suspect_when_the_round_is_due() -> dict[str, Any]:
+    """Rank 1 gives an abandoned POST up after a step's all-reduce; at the next step a round is due."""
+    learner, b, events, _ = build(packs=0, sync_every=2)
+    distrusted: list[int] = []
+    b.sync.distrust = distrusted.extend
+    learner.begin_step(0, 1)
+    learner.begin_step(1, 1)
+    if RANK == 1:
+        b.client.suspects[URL] = "a POST was abandoned and could not be settled"
+    learner.begin_step(2, 1)
+    return {
+        "rounds": events.rounds,
+        "open": b.fence.is_open,
+        "proven": b.client.proven,
+        "pending": b.rounds.pending,
+        "distrusted": distrusted,
+    }
+
+
+def start_fails_on_one_rank() -> dict[str, Any]:
+    control = join_control_group(30.0)
+    results = [together(control, lambda: RANK)]
+
+    def check() -> int:
+        if RANK == 1:
+            raise ConfigError("a picture cannot be read: \udce4.png")
+        return 0
+
+    try:
+        together(control, check)
+    except Stage2Error as raised:
+        return {"results": results, "error": f"{type(raised).__name__}: {raised}"}
+    return {"results": results, "error": None}
+
+
 def busy_rank_delays_only_the_round() -> dict[str, Any]:
     learner, b, events, _ = build(packs=0, sync_every=2)
     learner.begin_step(0, 1)
@@ -276,6 +314,8 @@ SCENARIOS = {
     "export_fails": export_fails,
     "server_dies": server_dies,
     "one_rank_suspects": one_rank_suspects,
+    "suspect_when_due": suspect_when_the_round_is_due,
+    "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,
     "stop": stop_is_agreed,
 }

@@ -158,6 +158,8 @@ class Pipeline:
         except (FenceShutDown, QueueClosed):
             return  # the owner is shutting down
         except BaseException as error:  # top of the thread: the learner turns it into a decision of all ranks
+            if self._stop.is_set():
+                return  # what it used is being closed
             self.failure = error
             logger.exception("channel B's pipeline failed")
 
