@@ -73,14 +73,15 @@ def _train(config_path: str) -> int:
     from swift_stage2.config import load_config
 
     status = 1
+    mistake = ""
     try:
         load_config(config_path)  # a mistake in it is told before the slow imports
         status = int(importlib.import_module("swift_stage2.trainer").train(config_path))
-    except UserError:
-        status = _USER_MISTAKE
+    except UserError as exc:
+        status, mistake = _USER_MISTAKE, _one_line(exc)
         raise
     finally:
-        _leave_exit_status(status)
+        _leave_exit_status(status, mistake)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         sys.stdout.flush()
@@ -89,14 +90,17 @@ def _train(config_path: str) -> int:
     return status
 
 
-def _leave_exit_status(status: int) -> None:
-    """For the launcher, which sees torchrun's status only. The first rank that fails has the say."""
+def _leave_exit_status(status: int, mistake: str) -> None:
+    """For the launcher, which sees torchrun's status only. The first rank that fails has the say.
+
+    A user's mistake follows on a second line: the launcher tells it again below torchrun's traceback.
+    """
     from swift_stage2.launch.plan import EXIT_STATUS_FILE
 
     path = os.environ.get(EXIT_STATUS_FILE)
     if path and status != 0:
-        with suppress(OSError), open(path, "x", encoding="ascii") as file:
-            file.write(str(status))
+        with suppress(OSError), open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{status}\n{mistake}" if mistake else str(status))
 
 
 def _show(line: str) -> None:

@@ -36,6 +36,7 @@ from swift_stage2.dataset_check import check_datasets  # noqa: E402
 from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
+from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ def train(config_path: str) -> int:
         for warning in config.warnings:
             logger.warning("%s", warning)
     try:
-        SwiftSft(config.swift_arguments()).main()
+        SwiftSft(parse_swift_arguments(config.swift_arguments())).main()
     except WeightSyncHang as hang:
         logger.error("a push hung and cannot be taken back: %s", hang)
         return EXIT_HANG

@@ -23,7 +23,7 @@ WAITING_METHODS = {
     "result": 0,
     "communicate": 1,
 }
-KNOWS_SWIFT = {"trainer.py", "channel_b/encoding.py"}
+KNOWS_SWIFT = {"trainer.py", "swift_parsing.py", "channel_b/encoding.py"}
 KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/")
 
 

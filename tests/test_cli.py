@@ -143,6 +143,19 @@ def test_train_leaves_its_status_for_the_launcher(
     assert (file.read_text() if file.exists() else None) == left
 
 
+def test_train_leaves_a_users_mistake_for_the_launcher(
+    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config_path: str) -> int:
+        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
+
+    file = tmp_path / "status"
+    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
+    trainer.train = train  # type: ignore[attr-defined]
+    assert cli.main(["train", str(valid)]) == 2
+    assert file.read_text() == "2\nevery line must be JSON, got line=7; mend it"
+
+
 def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Path, valid: Path) -> None:
     code = (
         "import sys, threading, types\n"

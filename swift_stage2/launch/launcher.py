@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swift_stage2.config import load_config
 from swift_stage2.dataset_check import check_datasets
-from swift_stage2.errors import ConfigError, ServerUnavailable
+from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.plan import LaunchPlan, PlannedServer, plan_launch
@@ -32,6 +32,7 @@ def launch(
         ConfigError: the configuration is refused, a checkpoint is missing, or a port is in use.
         DatasetError: a data set is refused.
         ServerUnavailable: a server ended, or did not answer within ``rollout.start_timeout_s``.
+        UserError: what a rank of the learner refused.
     """
     config = load_config(config_path)
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node)
@@ -64,7 +65,10 @@ def run_plan(
         if signals.received is not None:
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
-        return _learner_status(learner, plan.exit_status_file)
+        status, mistake = _learner_end(learner, plan.exit_status_file)
+    if mistake:
+        raise UserError(mistake)  # once more, below torchrun's traceback and everything else
+    return status
 
 
 def _wait_until_answering(
@@ -118,12 +122,13 @@ def _follow(job: Job, signals: StopSignals, learner: ProcessTree, servers: list[
         running = [server for server in running if server.poll() is None]
 
 
-def _learner_status(learner: ProcessTree, exit_status_file: Path) -> int:
-    """The status that a rank gave, where it could; torchrun turns every failure into 1."""
+def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:
+    """The status that a rank gave, where it could (torchrun turns every failure into 1), and a user's mistake."""
     status = learner.poll() or 0
     if status == 0:
-        return 0
+        return 0, ""
     try:
-        return int(exit_status_file.read_text(encoding="ascii"))
+        first, _, mistake = exit_status_file.read_text(encoding="utf-8").partition("\n")
+        return int(first), mistake
     except (OSError, ValueError):
-        return status
+        return status, ""

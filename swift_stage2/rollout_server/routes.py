@@ -166,6 +166,8 @@ class _Routes:
     async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
         waiting = {asyncio.wrap_future(ticket.future) for ticket in tickets}
+        for future in waiting:
+            future.add_done_callback(_retrieve)
         while waiting:
             done, waiting = await asyncio.wait(
                 waiting, timeout=_DISCONNECT_POLL_S, return_when=asyncio.FIRST_EXCEPTION
@@ -188,6 +190,12 @@ class _Routes:
             incarnation=self._service.incarnation,
             return_details=call.return_details,
         )
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Looks at the end of a request that nobody waits for any more: asyncio logs a traceback otherwise."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:

@@ -13,7 +13,7 @@ from types import FrameType
 manner = sys.argv[1]
 if manner == "exit":
     if len(sys.argv) > 3:
-        Path(os.environ["SWIFT_STAGE2_EXIT_STATUS_FILE"]).write_text(sys.argv[3])
+        Path(os.environ["SWIFT_STAGE2_EXIT_STATUS_FILE"]).write_text(sys.argv[3], encoding="utf-8")
     print("learner ends", flush=True)
     sys.exit(int(sys.argv[2]))
 

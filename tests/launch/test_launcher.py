@@ -135,6 +135,13 @@ def test_the_learners_status_is_the_launchs(launch: Launch, learner: list[str], 
     assert running.alive() == []
 
 
+def test_a_mistake_that_a_rank_told_is_told_again_as_the_last_line(launch: Launch) -> None:
+    running = launch(learner=["exit", "1", "2\nthe model must exist, got “x”; check it"], server="serve")
+    assert running.finish() == 2
+    assert running.output.splitlines()[-1] == "refused: the model must exist, got “x”; check it"
+    assert running.alive() == []
+
+
 def test_a_server_that_ends_before_it_answers_is_named(launch: Launch) -> None:
     running = launch(learner=["run"], server="die")
     assert running.finish() == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import socket
 import threading
@@ -172,6 +173,16 @@ def test_one_poisonous_image_fails_its_own_call_and_no_other(server: RunningServ
     assert [failure["index"] for failure in reply.json()["failures"]] == [5]
     assert "image" in reply.json()["detail"]
     assert len(server.infer([*poisoned[:5], *poisoned[6:]])) == 7
+
+
+def test_requests_that_fail_beside_the_first_one_leave_no_traceback_in_the_log(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert server.post_infer([BROKEN] * 8).status_code == 500
+    assert len(server.infer([text_request("a")])) == 1  # the event loop has gone on
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_row_that_generation_refuses_fails_alone(
