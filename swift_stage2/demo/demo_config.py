@@ -105,7 +105,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         "decoding": {"temperature": 0.3, "top_p": 0.95, "max_new_tokens": 128},
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
-        "start_timeout_s": 120.0,
+        "start_timeout_s": 300.0,
         "sync": {"timeout_s": 60.0},
     }
     options = {
@@ -168,7 +168,7 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "per_device_train_batch_size": PER_DEVICE_BATCH_SIZE,
         "gradient_accumulation_steps": GRADIENT_ACCUMULATION_STEPS,
-        "learning_rate": 3e-4,
+        "learning_rate": 1e-4,  # more undoes what stage 1 learnt at the end of its decay
         "lr_scheduler_type": "cosine",
         "warmup_ratio": 0.05,
         "max_steps": job.num_steps,

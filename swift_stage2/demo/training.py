@@ -17,7 +17,7 @@ from swift_stage2.demo.evaluation import evaluation_command, read_scores
 from swift_stage2.demo.progress import RunProgress
 from swift_stage2.telemetry.live_view import LiveView
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0
 DEADLINE_PER_STEP_S = 10.0
 _EVALUATION_DEADLINE_S = 300.0
 _LAUNCHER = "[launch] [launch] "
