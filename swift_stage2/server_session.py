@@ -21,6 +21,9 @@ from swift_stage2.errors import ConfigError, ProtocolError, ServerFault
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
+_OUT_OF_SERVICE = frozenset(
+    {"loading", "broken", "closed"}
+)  # states of our server's engine; others are a round's
 
 
 class Deadline:
@@ -70,13 +73,17 @@ class ServerSession:
         """What the server is. A server that knows no ``/stage2/`` path is a stock one.
 
         Raises:
-            ServerFault: unreachable, an error status, or a reply that is not what the wire allows.
+            ServerFault: unreachable, an error status, a reply that is not what the wire allows, or an engine
+                that cannot be asked: still loading, broken or closed.
         """
         try:
             response = self._request("GET", protocol.SERVER_INFO, deadline)
             if response.status_code == _NOT_FOUND:
                 return protocol.ServerInfo(stock=True)
-            return protocol.ServerInfo.from_json(self._body(response))
+            info = protocol.ServerInfo.from_json(self._body(response))
+            if info.state in _OUT_OF_SERVICE:
+                raise ProtocolError(f"the server's engine must be ready, got state={info.state}")
+            return info
         except (httpx.HTTPError, ProtocolError) as error:
             raise self._fault(protocol.SERVER_INFO, error) from error
 

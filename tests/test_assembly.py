@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -14,6 +15,7 @@ from fake_rollout_server import Answer, FakeRolloutServer
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
 from swift_stage2 import assembly
+from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
@@ -109,6 +111,15 @@ def test_a_server_that_errs_until_the_time_is_over_is_missing(
 ) -> None:
     server.on_get = lambda call: Answer(status=503, body=b"loading")
     with pytest.raises(ServerUnavailable, match="status 503: loading"):
+        assembly._wait_for_servers(configure(server.url), SingleRank())
+
+
+def test_a_server_that_still_loads_its_model_is_waited_for(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    loading = protocol.ServerInfo(stock=False, incarnation="one", state="loading")
+    server.on_get = lambda call: Answer(body=json.dumps(loading.to_json()).encode())
+    with pytest.raises(ServerUnavailable, match="engine must be ready, got state=loading"):
         assembly._wait_for_servers(configure(server.url), SingleRank())
 
 

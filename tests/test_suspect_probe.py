@@ -81,8 +81,11 @@ def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: Su
     assert server.calls == []
 
 
-def test_a_broken_engine_is_no_answer(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    server.on_get = _ours("broken")
+@pytest.mark.parametrize("state", ["loading", "broken", "closed"])
+def test_an_engine_that_is_not_ready_is_no_answer(
+    server: FakeRolloutServer, probe: SuspectProbe, state: str
+) -> None:
+    server.on_get = _ours(state)
     probe.watch([server.url])
     server.wait_until(lambda: len(server.calls) >= 3)
     assert probe.answering() == frozenset()
