@@ -243,7 +243,10 @@ class Learner:
                 truncation_guard=b.guard.paused,
                 production_steps=pace.typical_steps if pace else 0.0,
                 quick_production_steps=pace.quick_steps if pace else None,
-                servers_suspect=tuple(url in suspects for url in b.base_urls),
+                # A server that a round lost is suspect as well, though no rollout client may know.
+                servers_suspect=tuple(
+                    url in suspects or index not in b.rounds.proven for index, url in enumerate(b.base_urls)
+                ),
                 servers_answer_again=tuple(url in answering for url in b.base_urls),
             )
         return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)

@@ -203,10 +203,20 @@ def train(config_path: str) -> int:
             logger.warning("%s", warning)
     try:
         SwiftSft(parse_swift_arguments(config.swift_arguments())).main()
-    except WeightSyncHang as hang:
+    except Exception as error:
+        hang = _hang_behind(error)
+        if hang is None:
+            raise
         logger.error("a push hung and cannot be taken back: %s", hang)
         return EXIT_HANG
     return 0
+
+
+def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:
+    """The hang that ended training; ms-swift's own clean-up may have failed after it and hidden it."""
+    while error is not None and not isinstance(error, WeightSyncHang):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class EngineCanary:
@@ -300,7 +310,7 @@ class _StopSignals:
             raise KeyboardInterrupt
         self._trainer.stage2.learner.request_stop()
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
 
 
 def _rows_of(dataset: Any) -> Any:
