@@ -5,6 +5,7 @@ Both show nothing but progress and raise with cause and log when a child fails. 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ START_DEADLINE_S = 600.0
 DEADLINE_PER_STEP_S = 10.0
 _EVALUATION_DEADLINE_S = 300.0
 _LAUNCHER = "[launch] [launch] "
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
@@ -75,4 +77,5 @@ def score(
 
 def words_of_launcher(line: str) -> str | None:
     """What the launcher itself said; None for a line of a server or a rank, which is in the log."""
-    return line.removeprefix(_LAUNCHER) if line.startswith(_LAUNCHER) else None
+    plain = _COLOUR.sub("", line)
+    return plain.removeprefix(_LAUNCHER) if plain.startswith(_LAUNCHER) else None
