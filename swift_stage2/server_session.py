@@ -21,6 +21,8 @@ from swift_stage2.errors import ConfigError, ProtocolError, ServerFault
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
+_UNAUTHORIZED = 401
+_KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _OUT_OF_SERVICE = frozenset(
     {"loading", "broken", "closed"}
 )  # states of our server's engine; others are a round's
@@ -128,14 +130,18 @@ class ServerSession:
 
     def _body(self, response: httpx.Response) -> Any:
         if response.status_code != httpx.codes.OK:
-            raise _Refused(f"status {response.status_code}: {response.text[:500]}", _reason_of(response))
+            hint = _KEY_HINT if response.status_code == _UNAUTHORIZED else ""
+            raise _Refused(
+                f"status {response.status_code}: {response.text[:500]}{hint}", _reason_of(response)
+            )
         try:
             return response.json()
         except ValueError as error:
             raise ProtocolError(f"the reply is not JSON: {response.text[:200]!r}") from error
 
     def _fault(self, path: str, error: Exception) -> ServerFault:
-        text = f"{self.base_url}{path}: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, _Refused) else f"{type(error).__name__}: "
+        text = f"{self.base_url}{path}: {kind}{error}"
         reason = error.reason if isinstance(error, _Refused) else None
         return ServerFault(text.replace(self._api_key, "***") if self._api_key else text, reason=reason)
 

@@ -114,6 +114,14 @@ def test_a_server_that_errs_until_the_time_is_over_is_missing(
         assembly._wait_for_servers(configure(server.url), SingleRank())
 
 
+def test_a_wrong_key_is_told_with_the_place_to_set_it(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    server.on_get = lambda call: Answer(status=401, body=b"send the key")
+    with pytest.raises(ServerUnavailable, match="status 401: send the key; set the variable"):
+        assembly._wait_for_servers(configure(server.url), SingleRank())
+
+
 def test_a_server_that_still_loads_its_model_is_waited_for(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
