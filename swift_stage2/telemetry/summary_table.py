@@ -1,4 +1,4 @@
-"""Turns a run's summary into tables for a terminal. Pure; printed by ``demo`` and ``report``."""
+"""Turns a run's summary into tables for a terminal. Pure; printed by ``demo``."""
 
 from __future__ import annotations
 
