@@ -122,14 +122,12 @@ def overhead_table(seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, sha
         table.add_row(f"step {arm}, ms (quartiles)", f"{middle:.1f} ({low:.1f}..{high:.1f})", "", "")
     low, high = ratio.quartiles
     median = f"{ratio.median.value:.4f} ({low:.3f}..{high:.3f})"
-    table.add_row(
-        "paired step ratio, median (quartiles)", median, f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}"
-    )
+    table.add_row("step ratio, median (quartiles)", median, f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}")
     table.add_row("ratio of summed steps", f"{ratio.total.value:.4f}", f"{ratio.total.upper_95:.4f}", "")
-    table.add_row("own code in hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}")
-    table.add_row("own code in hooks, median ms", f"{share.median_hooks_ms:.3f}", "", "")
-    table.add_row("agreeing and waiting for ranks, share", f"{share.agree:.3%}", "", "")
-    table.add_row("agreeing and waiting for ranks, median ms", f"{share.median_agree_ms:.3f}", "", "")
+    table.add_row("own hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}")
+    table.add_row("own hooks, median ms", f"{share.median_hooks_ms:.3f}", "", "")
+    table.add_row("all-reduce and wait, share", f"{share.agree:.3%}", "", "")
+    table.add_row("all-reduce and wait, median ms", f"{share.median_agree_ms:.3f}", "", "")
     return table
 
 
