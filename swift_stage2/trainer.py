@@ -203,7 +203,7 @@ def train(config_path: str) -> int:
             logger.warning("%s", warning)
     try:
         SwiftSft(parse_swift_arguments(config.swift_arguments())).main()
-    except Exception as error:
+    except Exception as error:  # raised again unless a hang is behind it
         hang = _hang_behind(error)
         if hang is None:
             raise

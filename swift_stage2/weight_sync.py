@@ -264,6 +264,11 @@ class _Push(threading.Thread):
             if wanted is not Proof.CANARY:
                 self._check_proof(body, sent, info)
                 shown.insert(0, "checksums")
+        if not shown:
+            raise ServerFault(
+                f"{session.base_url} holds other dtypes than the learner, so that a canary alone shows nothing; "
+                "set sync.proof: auto"
+            )
         self._proof = "+".join(shown)
 
     def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:

@@ -243,7 +243,7 @@ def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: rule.key)
 def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: Any) -> None:
-    value = next(value for value in (True, 2, "seq_cls", "left", False) if rule.refused(value))
+    value = next(value for value in (True, 2, "seq_cls", "left", "zero3", False) if rule.refused(value))
     message = refusal(tmp_path, changed(f"swift.{rule.key}", value))
     for part in (f"swift.{rule.key}", rule.reason, rule.remedy, repr(value)):
         assert part in message
@@ -259,6 +259,7 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         ("tuner_type", "full"),
         ("tuner_type", "lora"),
         ("truncation_strategy", "delete"),
+        ("deepspeed", "zero2"),
         ("average_tokens_across_devices", True),
         ("group_by_length", True),
         ("quant_bits", None),
