@@ -159,6 +159,9 @@ class FailureFacts(Protocol):
     """One call that failed; ``num_requests`` is 0 for a probe or an ordered call."""
 
     @property
+    def end(self) -> str: ...
+
+    @property
     def num_requests(self) -> int: ...
 
 

@@ -14,6 +14,8 @@ from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.facts import BatchFacts, PackFacts, QualityFacts, SegmentFacts
 from swift_stage2.telemetry.spans import Trace
 
+_CUT_BY_OUR_OWN_STOP = "stopped"
+
 
 class PipelineRecorder:
     """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
@@ -36,7 +38,8 @@ class PipelineRecorder:
         """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
         self._stage("rollout", seconds)
         self._counters.add("rollouts_received", len(outcome.rollouts))
-        self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in outcome.failures))
+        failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
+        self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
         self._counters.add("samples_returned", len(outcome.returned))
         self._audit.write(
             "batch",

@@ -80,7 +80,7 @@ def _activities(summary: RunSummary) -> Table:
 
 
 def _pairs(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")
     for name, value in rows.items():
