@@ -30,8 +30,7 @@ def free_port() -> int:
 
 def run_pair(body: Body) -> list[Any]:
     """What ``body(rank, port)`` returned as rank 0 and as rank 1."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["swift_stage2.collectives"])
+    context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
