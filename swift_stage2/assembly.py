@@ -6,13 +6,14 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,11 +31,12 @@ from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.collectives import ControlGroup, join_control_group, together
-from swift_stage2.config import OnPipelineFailure, Stage2Config, StarvationAction
+from swift_stage2.config import OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.packing_isolation import check_isolation
+from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
+from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
@@ -45,16 +47,18 @@ from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import Activity, LiveView, Telemetry
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import GlooTransport, NcclTransport, WeightTransport
+from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES_LOOKED_AT = 64
 _NUM_ISOLATION_SAMPLES = 3
 _POLL_S = 0.5
+_WAIT_SLICE_S = 10.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
 PackedLoss = Callable[[dict[str, Any]], float]
+WrapTransport = Callable[[WeightTransport], WeightTransport]
 ResultT = TypeVar("ResultT")
 
 
@@ -129,8 +133,11 @@ def start_run(
     packed_loss: PackedLoss,
     packs_per_step: int,
     logging_steps: int,
+    wrap_transport: WrapTransport = lambda transport: transport,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
+
+    ``wrap_transport`` gets every transport that a sync round is about to use.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -147,19 +154,22 @@ def start_run(
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
         if config.b_enabled:
             _wait_for_servers(config, control)
+            # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
+            parts = together(control, partial(_check_data, config, rows, template, seed, control))
+            _check_packing(config, module, parts, packed_loss, control)
             build = partial(
                 _build_channel_b,
                 config,
                 rows,
-                template,
+                parts,
                 module,
                 control,
                 telemetry,
                 run_id,
                 seed,
                 make_canary,
-                packed_loss,
                 packs_per_step,
+                wrap_transport,
             )
             channel_b = together(control, build)
         on_failure.pop_all()
@@ -193,40 +203,65 @@ def _start_telemetry(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _CheckedParts:
+    """What the data set and the template have become, and were checked as, on this rank."""
+
+    encoder: Encoder
+    task: DetectionTask
+    source: SampleSource
+    first_sample: Sample
+    isolation: IsolationBatches
+
+
+def _check_data(
+    config: Stage2Config, rows: Rows, template: Any, seed: int, control: ControlGroup
+) -> _CheckedParts:
+    """The checks that read files and may fail on one rank alone; the model is not run."""
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    encoder = Encoder(template, packing_length=packing_length)
+    task = detection_task(config)
+    source = SampleSource(rows, rank=control.rank, world_size=control.world_size, seed=seed)
+    samples = usable_samples(rows, seed, encoder)
+    check_samples(config, encoder, task, samples)
+    return _CheckedParts(encoder, task, source, samples[0], isolation_batches(encoder, task, samples))
+
+
+def _check_packing(
+    config: Stage2Config,
+    module: nn.Module,
+    parts: _CheckedParts,
+    packed_loss: PackedLoss,
+    control: ControlGroup,
+) -> None:
+    """Packed segments do not see each other: found by running the model on the same batches on every rank."""
+    lengths = control.gather(str(parts.isolation.lengths))
+    if len(set(lengths)) > 1:
+        raise DatasetError(
+            f"every rank must be able to read the same rows, got samples of lengths {lengths} by rank; give all "
+            "nodes the same files"
+        )
+    half = next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
+    together(control, lambda: check_isolation(parts.isolation, packed_loss, half_precision=half))
+
+
 def _build_channel_b(
     config: Stage2Config,
     rows: Rows,
-    template: Any,
+    parts: _CheckedParts,
     module: nn.Module,
     control: ControlGroup,
     telemetry: Telemetry,
     run_id: str,
     seed: int,
     make_canary: MakeCanary,
-    packed_loss: PackedLoss,
     packs_per_step: int,
+    wrap_transport: WrapTransport,
 ) -> ChannelB:
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
-    matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
     rollout = config.rollout
     base_urls = tuple(server.base_url.rstrip("/") for server in rollout.servers)
     api_key = rollout.api_key()
-    encoder = Encoder(template, packing_length=packing.packing_length)
-    task = DetectionTask(
-        dialect=target.dialect,
-        iou_threshold=matching.iou_threshold,
-        top_k=matching.top_k,
-        unmatched_prediction_cost=matching.unmatched_prediction_cost,
-        unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
-        same_label=matching.same_label,
-        weights={group: getattr(target.weights, group.value) for group in TokenGroup},
-    )
-    source = SampleSource(rows, rank=control.rank, world_size=control.world_size, seed=seed)
-    samples = _usable_samples(rows, seed, encoder)
-    _check_samples(config, encoder, task, samples)
-    half = next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
-    check_isolation(encoder, task, samples, packed_loss, half_precision=half)
-
     clock = VersionClock()
     fence = InferFence(start_closed=True)
     guard = TruncationGuard(config.stage2_ab.channel_b.max_truncated_ratio)
@@ -248,6 +283,7 @@ def _build_channel_b(
         api_key=api_key,
         run_id=run_id,
         canary={"messages": [{"role": "user", "content": "ping"}]},
+        full_share=rollout.max_inflight_per_server,
     )
     pipelines: list[Pipeline] = []
 
@@ -256,10 +292,10 @@ def _build_channel_b(
 
     queue: ReadyQueue[Pack] = ReadyQueue(prefetch.queue_limit, prefetch.version_window, return_dropped)
     pipeline = Pipeline(
-        source=source,
+        source=parts.source,
         client=client,
-        encoder=encoder,
-        task=task,
+        encoder=parts.encoder,
+        task=parts.task,
         queue=queue,
         clock=clock,
         pacer=pacer,
@@ -276,8 +312,8 @@ def _build_channel_b(
         [ServerEndpoint(server.base_url, server.group_port) for server in rollout.servers],
         control=control,
         export=WeightExport(module),
-        canary=make_canary(encoder, samples[0]),
-        make_transport=lambda info: _transport_for(info, module, api_key),
+        canary=make_canary(parts.encoder, parts.first_sample),
+        make_transport=lambda info: wrap_transport(transport_for(info, module, api_key)),
         run_id=run_id,
         timeout_s=rollout.sync.timeout_s,
         bucket_mib=rollout.sync.bucket_mib,
@@ -285,7 +321,7 @@ def _build_channel_b(
         api_key=api_key,
     )
     return ChannelB(
-        source=source,
+        source=parts.source,
         client=client,
         queue=queue,
         pipeline=pipeline,
@@ -300,7 +336,13 @@ def _build_channel_b(
             max_backoff_steps=rollout.sync.max_backoff_steps,
         ),
         sync=sync,
-        probe=SuspectProbe(rank=control.rank, api_key=api_key),
+        probe=SuspectProbe(rank=control.rank, api_key=api_key, find_lost=sync.lost_servers),
+        abort=PendingAbort(
+            enabled=rollout.sync.on_pending is OnPending.ABORT,
+            rank=control.rank,
+            api_key=api_key,
+            run_id=run_id,
+        ),
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,
@@ -308,42 +350,81 @@ def _build_channel_b(
     )
 
 
-def _transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | None) -> WeightTransport:
+def detection_task(config: Stage2Config) -> DetectionTask:
+    """What channel B does with a rollout, by the configuration's sections ``matching`` and ``target``."""
+    matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
+    return DetectionTask(
+        dialect=target.dialect,
+        iou_threshold=matching.iou_threshold,
+        top_k=matching.top_k,
+        unmatched_prediction_cost=matching.unmatched_prediction_cost,
+        unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
+        same_label=matching.same_label,
+        weights={group: getattr(target.weights, group.value) for group in TokenGroup},
+    )
+
+
+def transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | None) -> WeightTransport:
+    """The way to carry weights to a server of this kind."""
     if not info.stock:
         return GlooTransport()
-    return NcclTransport(next(module.parameters()).device, api_key)
+    return StockTransport(next(module.parameters()).device, api_key)
 
 
 def _wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
-    """Every server answers, or every rank raises the same error."""
-    missing = ""
-    if control.rank == 0:
-        end = time.monotonic() + config.rollout.start_timeout_s
-        for server in config.rollout.servers:
-            with ServerSession(server.base_url, config.rollout.api_key()) as session:
-                missing = missing or _wait_for(session, end)
-    missing = control.broadcast(missing)
-    if missing:
-        raise ServerUnavailable(
-            f"every rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}, "
-            f"got no answer: {missing}; start it, or correct rollout.servers"
-        )
+    """Every server answers and can be given weights, or every rank raises the same error."""
+    start_timeout_s = config.rollout.start_timeout_s
+    end = time.monotonic() + start_timeout_s
+    waiting = [server.base_url for server in config.rollout.servers]
+    while waiting:
+        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
+        told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
+        if told["refused"]:
+            raise ConfigError(told["refused"])
+        if told["missing"]:
+            raise ServerUnavailable(
+                f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
+                f"got no answer: {told['missing']}; start it, or correct rollout.servers"
+            )
+        if told["answers"]:
+            waiting.pop(0)
 
 
-def _wait_for(session: ServerSession, end: float) -> str:
-    while True:
-        try:
-            session.info(Deadline(max(0.1, min(10.0, end - time.monotonic()))))
-        except ServerFault as fault:
-            if time.monotonic() >= end:
-                return str(fault)
-        else:
-            return ""
-        time.sleep(_POLL_S)
+def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
+    """One slice of the wait for one server."""
+    told: dict[str, Any] = {"answers": False, "missing": "", "refused": ""}
+    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    with ServerSession(base_url, config.rollout.api_key()) as session:
+        while True:
+            try:
+                info = session.info(Deadline(max(0.1, slice_ends - time.monotonic())))
+            except ServerFault as fault:
+                if fault.refuses_key or time.monotonic() >= slice_ends:
+                    told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
+                    return told
+            else:
+                told["answers"] = True
+                if info.stock and not _vllm_is_installed():
+                    told["refused"] = (
+                        f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "
+                        "installed beside the learner, got none; install it, or serve with swift-stage2 rollout"
+                    )
+                return told
+            time.sleep(_POLL_S)
 
 
-def _usable_samples(rows: Rows, seed: int, encoder: Encoder) -> list[Sample]:
-    """A few samples to check settings on, the same on every rank; a bad one is no reason not to start."""
+def _vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def usable_samples(
+    rows: Rows, seed: int, encoder: Encoder, count: int = _NUM_ISOLATION_SAMPLES
+) -> list[Sample]:
+    """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
+
+    Raises:
+        DatasetError: none of the first rows can be used.
+    """
     source = SampleSource(rows, rank=0, world_size=1, seed=seed)
     samples: list[Sample] = []
     problems: list[SampleError] = []
@@ -355,7 +436,7 @@ def _usable_samples(rows: Rows, seed: int, encoder: Encoder) -> list[Sample]:
             samples.append(drawn.sample)
         except SampleError as error:
             problems.append(error)
-        if len(samples) == _NUM_ISOLATION_SAMPLES:
+        if len(samples) == count:
             break
     if not samples:
         raise DatasetError(
@@ -365,10 +446,13 @@ def _usable_samples(rows: Rows, seed: int, encoder: Encoder) -> list[Sample]:
     return samples
 
 
-def _check_samples(
-    config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]
-) -> None:
-    """What only the real template and tokenizer can tell about the data and the settings."""
+def check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
+    """What only the real template and tokenizer can tell about the data and the settings.
+
+    Raises:
+        ConfigError: another dialect than channel A's, or a pack that cannot hold the first prompt and its answer.
+        DatasetError: the template refuses the first row with its answer.
+    """
     try:
         prompt = encoder.encode_prompt(samples[0])
         answer, objects = encoder.check_answer_format(samples[0])

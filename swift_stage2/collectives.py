@@ -24,6 +24,8 @@ from swift_stage2.errors import Stage2Error, UserError
 _LISTEN_BACKLOG = 16
 _LEARNER_IS_HERE = "learner"
 _WAIT_SLICE_S = 0.2
+_SHORTEST_TIMEOUT_S = 0.05
+_COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 
 ResultT = TypeVar("ResultT")
 
@@ -164,6 +166,7 @@ class WeightGroup:
         timeout_s: float,
         keep_waiting: Callable[[], bool] | None = None,
     ) -> None:
+        end = time.monotonic() + timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
         if rank == self.SERVER_RANK:
             # A store given a port alone would listen on every interface.
@@ -176,23 +179,63 @@ class WeightGroup:
             store = TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
             store.set(_LEARNER_IS_HERE, "1")
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
+        options._timeout = datetime.timedelta(seconds=max(_SHORTEST_TIMEOUT_S, end - time.monotonic()))
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._store: TCPStore | None = store
         self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, self._SIZE, options)
         self._timeout = timeout
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends (learner) or fills (server) a contiguous CPU tensor. Blocks until done or lost."""
-        options = dist.BroadcastOptions()
-        options.rootRank = self.LEARNER_RANK
-        options.timeout = self._timeout
-        self._group.broadcast([tensor], options).wait(self._timeout)
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
+        """Sends (learner) or fills (server) a contiguous CPU tensor. Blocks until done or lost.
+
+        Ends within ``timeout_s``, by default the group's own.
+        """
+        timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        _broadcast(self._group, tensor, self.LEARNER_RANK, timeout)
 
     def close(self) -> None:
         """Drops the connections and the listening port. May be called again."""
         self._group = None
         self._store = None
+
+
+class GlooCommunicator:
+    """vLLM's ``PyNcclCommunicator`` over gloo, for a stock server without a GPU and for the learner beside it.
+
+    Takes what that takes, vLLM's ``StatelessProcessGroup`` (rank, world_size, a TCPStore), and offers what
+    ms-swift uses of it. Gloo reports a lost peer as ``RuntimeError``; NCCL may not.
+    """
+
+    def __init__(
+        self, group: Any, device: object = "cpu", timeout_s: float = _COMMUNICATOR_TIMEOUT_S
+    ) -> None:
+        self.group = group
+        self.rank: int = group.rank
+        self.world_size: int = group.world_size
+        self.device = torch.device("cpu")
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=group.store.host)]
+        store = PrefixStore("gloo", group.store)
+        self._members: Any = ProcessGroupGloo(store, self.rank, self.world_size, options)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int, stream: object = None, timeout_s: float | None = None
+    ) -> None:
+        """Fills ``tensor``, contiguous on the CPU, on every rank but ``src``. Blocks until done or lost.
+
+        Ends within ``timeout_s``, by default the communicator's own.
+        """
+        timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        _broadcast(self._members, tensor, src, timeout)
+
+
+def _broadcast(group: Any, tensor: torch.Tensor, root: int, timeout: datetime.timedelta) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.timeout = timeout
+    group.broadcast([tensor], options).wait(timeout)
 
 
 def _await_learner(store: TCPStore, timeout_s: float, keep_waiting: Callable[[], bool]) -> None:

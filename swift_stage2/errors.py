@@ -22,6 +22,8 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── RoundRefused              our server will not do this now; nothing was changed
     ├── RoundFailed               a push did not arrive whole or could not be loaded
     ├── EngineUnavailable         our server's engine is loading, broken or shut down
+    ├── UpstreamLost              the server behind a merger is gone, or was and has had no weights since
+    ├── UpstreamTimeout           the server behind a merger did not answer in time and may still be at it
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
     ├── ChildFailed               a process that demo or bench started did not end well
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
@@ -85,12 +87,23 @@ class ProtocolError(Stage2Error):
 class ServerFault(Stage2Error):
     """One rollout server failed, lied or was lost during a sync round; it becomes suspect.
 
-    ``reason`` is our server's own word for a refusal (``rollout_protocol.RefusalReason``), if it gave one.
+    ``reason`` is our server's own word for a refusal (``rollout_protocol.RefusalReason``), if it gave one;
+    ``refuses_key`` whether the server wants another API key, which no waiting mends; ``status`` the HTTP status
+    of an answer that was none.
     """
 
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        refuses_key: bool = False,
+        status: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.reason = reason
+        self.refuses_key = refuses_key
+        self.status = status
 
 
 class WeightSyncError(Stage2Error):
@@ -122,6 +135,14 @@ class RoundFailed(Stage2Error):
 
 class EngineUnavailable(Stage2Error):
     """Our server's engine cannot answer: still loading, broken, or shut down."""
+
+
+class UpstreamLost(Stage2Error):
+    """The server behind a merger broke the connection or cannot be reached, or has had no weights since it did."""
+
+
+class UpstreamTimeout(Stage2Error):
+    """The server behind a merger did not answer in time; it may still be computing what it was asked."""
 
 
 class PipelineFailed(Stage2Error):

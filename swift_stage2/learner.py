@@ -21,6 +21,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.fence import InferFence
+from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
@@ -69,7 +70,7 @@ class LearnerEvents(Protocol):
 
     def record_step(self, facts: StepRecord) -> None: ...
 
-    def record_round(self, step: int, outcome: RoundOutcome) -> None: ...
+    def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None: ...
 
     def record_warning(self, message: str) -> None: ...
 
@@ -89,6 +90,7 @@ class ChannelB:
     rounds: RoundSchedule
     sync: WeightSync
     probe: SuspectProbe
+    abort: PendingAbort
     base_urls: tuple[str, ...]
     max_inflight_per_server: int
     min_ready_tokens: int
@@ -121,6 +123,7 @@ class Learner:
         self._slowest_production_steps = 0.0
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
+        self._pending_since: float | None = None  # moment at which the pending round fell due
 
     def start(self) -> None:
         """Starts the background threads. The fence stays closed until the first round has proven a server."""
@@ -177,11 +180,14 @@ class Learner:
         if not b.pipeline.stop(_STOP_TIMEOUT_S):
             self._events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
         b.probe.stop()
+        b.abort.stop()
         b.sync.close()
 
     def _run_round_if_due(self, b: ChannelB, step: int) -> None:
         if not b.rounds.is_due(step):
             return
+        if self._pending_since is None:
+            self._pending_since = time.monotonic()
         b.fence.close(timeout_s=0)
         # In this order: a lane that gives up an abandoned POST makes its server suspect in the same moment.
         busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
@@ -191,11 +197,15 @@ class Learner:
         # Such a server may still compute: it must be out of this very round, not of the next.
         self._take_in_suspects(b, step, [flag > 0 for flag in suspect], [False] * len(suspect))
         if any_busy:
+            # Every rank's fence is closed by now, so that nothing enters behind an abort.
+            b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
             return  # stays pending; training goes on
         targets = b.rounds.targets(step)
         if not targets:
             b.rounds.finish(step, proven=(), failed=())
+            self._pending_since = None
             return
+        began = time.monotonic()
         with self._events.activity("syncing"), b.probe.paused():
             outcome = b.sync.run(b.clock.current + 1, targets)
         if outcome.proven:
@@ -206,7 +216,8 @@ class Learner:
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if b.rounds.proven:
             b.fence.reopen(b.clock.current)
-        self._events.record_round(step, outcome)
+        self._events.record_round(step, outcome, began - (self._pending_since or began))
+        self._pending_since = None
 
     def _take_in_suspects(
         self, b: ChannelB, step: int, suspect: Sequence[bool], answers_again: Sequence[bool]
@@ -237,15 +248,17 @@ class Learner:
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
             answering, suspects, pace = b.probe.answering(), b.client.suspects, b.pipeline.production_pace
+            lost = b.probe.lost()
             facts = replace(
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
                 production_steps=pace.typical_steps if pace else 0.0,
                 quick_production_steps=pace.quick_steps if pace else None,
-                # A server that a round lost is suspect as well, though no rollout client may know.
+                # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(
-                    url in suspects or index not in b.rounds.proven for index, url in enumerate(b.base_urls)
+                    url in suspects or index in lost or index not in b.rounds.proven
+                    for index, url in enumerate(b.base_urls)
                 ),
                 servers_answer_again=tuple(url in answering for url in b.base_urls),
             )

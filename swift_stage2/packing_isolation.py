@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from swift_stage2.channel_b.encoding import Encoder
@@ -33,27 +34,23 @@ def ground_truth_segments(encoder: Encoder, task: Task, samples: Sequence[Sample
     return segments
 
 
-def isolation_error(
-    encoder: Encoder, segments: Sequence[Segment], packed_loss: Callable[[dict[str, Any]], float]
-) -> float:
-    """Relative difference between the loss of one pack and the sum of its segments' own losses."""
-    singles = sum(packed_loss(encoder.collate([segment])) for segment in segments)
-    packed = packed_loss(encoder.collate(segments))
-    return abs(singles - packed) / max(abs(singles), 1e-12)
+@dataclass(frozen=True, slots=True)
+class IsolationBatches:
+    """Collated batches of the same segments: each alone, and all in one pack."""
+
+    singles: tuple[dict[str, Any], ...]
+    packed: dict[str, Any]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each batch. Ranks with other lengths would not run the model alike."""
+        return tuple(int(batch["input_ids"].numel()) for batch in (*self.singles, self.packed))
 
 
-def check_isolation(
-    encoder: Encoder,
-    task: Task,
-    samples: Sequence[Sample],
-    packed_loss: Callable[[dict[str, Any]], float],
-    *,
-    half_precision: bool = False,
-) -> None:
-    """Refuses to train when packed segments see each other.
+def isolation_batches(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> IsolationBatches:
+    """What the check runs the model on; the part of it that only reads this rank's files.
 
     Raises:
-        ConfigError: the packed loss is not the sum of the single losses.
         DatasetError: no segment can be made of any of the samples.
     """
     segments = ground_truth_segments(encoder, task, samples)
@@ -62,7 +59,34 @@ def check_isolation(
             f"channel B needs samples that fit a pack, got none among the first num_samples={len(samples)}; "
             "raise stage2_ab.channel_b.packing.packing_length or mend the rows"
         )
-    error = isolation_error(encoder, segments if len(segments) > 1 else segments * 2, packed_loss)
+    return collate_for_isolation(encoder, segments if len(segments) > 1 else segments * 2)
+
+
+def collate_for_isolation(encoder: Encoder, segments: Sequence[Segment]) -> IsolationBatches:
+    """At least two segments, alone and packed."""
+    singles = tuple(encoder.collate([segment]) for segment in segments)
+    return IsolationBatches(singles, encoder.collate(segments))
+
+
+def isolation_error(batches: IsolationBatches, packed_loss: Callable[[dict[str, Any]], float]) -> float:
+    """Relative difference between the loss of one pack and the sum of its segments' own losses."""
+    singles = sum(packed_loss(batch) for batch in batches.singles)
+    packed = packed_loss(batches.packed)
+    return abs(singles - packed) / max(abs(singles), 1e-12)
+
+
+def check_isolation(
+    batches: IsolationBatches,
+    packed_loss: Callable[[dict[str, Any]], float],
+    *,
+    half_precision: bool = False,
+) -> None:
+    """Refuses to train when packed segments see each other. Runs the model: on all ranks alike under ZeRO-3.
+
+    Raises:
+        ConfigError: the packed loss is not the sum of the single losses.
+    """
+    error = isolation_error(batches, packed_loss)
     limit = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
     if not error <= limit:  # a loss that is not a number shows nothing
         raise ConfigError(

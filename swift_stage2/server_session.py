@@ -132,7 +132,10 @@ class ServerSession:
         if response.status_code != httpx.codes.OK:
             hint = _KEY_HINT if response.status_code == _UNAUTHORIZED else ""
             raise _Refused(
-                f"status {response.status_code}: {response.text[:500]}{hint}", _reason_of(response)
+                f"status {response.status_code}: {response.text[:500]}{hint}",
+                _reason_of(response),
+                status=response.status_code,
+                refuses_key=response.status_code == _UNAUTHORIZED,
             )
         try:
             return response.json()
@@ -143,15 +146,24 @@ class ServerSession:
         kind = "" if isinstance(error, _Refused) else f"{type(error).__name__}: "
         text = f"{self.base_url}{path}: {kind}{error}"
         reason = error.reason if isinstance(error, _Refused) else None
-        return ServerFault(text.replace(self._api_key, "***") if self._api_key else text, reason=reason)
+        return ServerFault(
+            text.replace(self._api_key, "***") if self._api_key else text,
+            reason=reason,
+            status=error.status if isinstance(error, _Refused) else None,
+            refuses_key=isinstance(error, _Refused) and error.refuses_key,
+        )
 
 
 class _Refused(ProtocolError):
     """An error status; ``reason`` is what our server's body says besides its text."""
 
-    def __init__(self, message: str, reason: str | None) -> None:
+    def __init__(
+        self, message: str, reason: str | None, *, refuses_key: bool = False, status: int | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
+        self.refuses_key = refuses_key
+        self.status = status
 
 
 def _reason_of(response: httpx.Response) -> str | None:

@@ -1,13 +1,13 @@
-"""Asks suspect servers, in the background and only on rank 0, whether they answer again.
+"""Asks, in the background and only on rank 0, whether suspect servers answer again and trusted ones were lost.
 
 An answer proves nothing; it only makes a retry of the sync round due, once all ranks have agreed on it in
-the step's vector. Never asks while a round runs. Owned by the learner.
+the step's vector. A loss travels there too. Never asks while a round runs. Owned by the learner.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from swift_stage2 import rollout_protocol as protocol
@@ -20,15 +20,28 @@ _LOCK_TIMEOUT_S = 2 * _DEADLINE_S
 
 
 class SuspectProbe:
-    """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing."""
+    """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing.
 
-    def __init__(self, *, rank: int, api_key: str | None, interval_s: float = 1.0) -> None:
+    ``find_lost`` names servers, by index, that what is kept of the last round has lost: a stock server that was
+    restarted between two calls has no other sign. It must return within a few seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        api_key: str | None,
+        interval_s: float = 1.0,
+        find_lost: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
         self._active = rank == 0
         self._api_key = api_key
         self._interval_s = interval_s
+        self._find_lost = find_lost
         self._changed = threading.Condition()
         self._watched: tuple[str, ...] = ()
         self._answering: frozenset[str] = frozenset()
+        self._lost: frozenset[int] = frozenset()
         self._asking = threading.Lock()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="suspect-probe", daemon=True)
@@ -50,6 +63,11 @@ class SuspectProbe:
         with self._changed:
             return self._answering
 
+    def lost(self) -> frozenset[int]:
+        """Servers, by index, found lost since the last round."""
+        with self._changed:
+            return self._lost
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keeps the probe from asking while a round runs; forgets what it heard before the round."""
@@ -59,6 +77,7 @@ class SuspectProbe:
         finally:
             with self._changed:
                 self._answering = frozenset()
+                self._lost = frozenset()
             if acquired:
                 self._asking.release()
 
@@ -79,6 +98,7 @@ class SuspectProbe:
                 waiting = [url for url in self._watched if url not in self._answering]
             for url in waiting:
                 self._ask(url)
+            self._look_for_lost()
 
     def _ask(self, url: str) -> None:
         if not self._asking.acquire(blocking=False):
@@ -86,6 +106,16 @@ class SuspectProbe:
         try:  # what was heard is noted before a round may begin, because the round forgets it
             if self._answers(url):
                 self._note(url)
+        finally:
+            self._asking.release()
+
+    def _look_for_lost(self) -> None:
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            found = frozenset(self._find_lost())
+            with self._changed:
+                self._lost = self._lost | found
         finally:
             self._asking.release()
 

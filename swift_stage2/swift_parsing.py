@@ -1,7 +1,7 @@
-"""Section ``swift`` through ms-swift's own parser, every refusal in one line.
+"""Arguments through ms-swift's own parser, every refusal in one line.
 
 Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
-in a traceback. Used by the trainer, which has ms-swift imported.
+in a traceback. Used by the trainer and by the server on vLLM, which have ms-swift imported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
 
 
-def parse_swift_arguments(argv: Sequence[str]) -> Any:
-    """ms-swift's arguments, read and checked by ms-swift.
+def parse_swift_arguments(
+    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = "section swift"
+) -> Any:
+    """ms-swift's arguments, read and checked by ms-swift. ``where``: where the user has written them.
 
     Raises:
         ConfigError: ms-swift refuses them; the message ends with its own words.
@@ -34,23 +36,23 @@ def parse_swift_arguments(argv: Sequence[str]) -> Any:
     told = io.StringIO()
     try:
         with redirect_stderr(told):
-            arguments, left_over = parse_args(SftArguments, list(argv))
+            arguments, left_over = parse_args(arguments_class, list(argv))
     except SystemExit as end:
         lines = told.getvalue().strip().splitlines() or ["no reason given"]
-        raise ConfigError(_refusal(lines[-1].partition("error: ")[2] or lines[-1])) from end
+        raise ConfigError(_refusal(lines[-1].partition("error: ")[2] or lines[-1], where)) from end
     except _REFUSALS as error:
         logger.debug("ms-swift refused its arguments", exc_info=True)
-        raise ConfigError(_refusal(str(error) or type(error).__name__)) from error
+        raise ConfigError(_refusal(str(error) or type(error).__name__, where)) from error
     sys.stderr.write(told.getvalue())
     if left_over:
-        raise ConfigError(_refusal(f"it does not know {left_over}"))
+        raise ConfigError(_refusal(f"it does not know {left_over}", where))
     return arguments
 
 
-def _refusal(words: str) -> str:
+def _refusal(words: str, where: str) -> str:
     if "process group" in words and "RANK" not in os.environ:
         return (
             "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
             "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
         )
-    return f"ms-swift refuses section swift: {' '.join(words.split())}; mend it there"
+    return f"ms-swift refuses {where}: {' '.join(words.split())}; mend it there"

@@ -28,21 +28,27 @@ from transformers import TrainerCallback  # noqa: E402
 
 from swift_stage2 import resume, rollout_protocol  # noqa: E402
 from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
+from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.dataset_check import check_datasets  # noqa: E402
+from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
+from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.weight_transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 EXIT_HANG = 70
+_CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 _CANARY_TOKENS = 16
+_CANARY_ALTERNATIVES = 8
 
 
 class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
@@ -75,7 +81,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         """The window's batches: channel A's next ones, or one pack per micro_step on channel B."""
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("waiting"):
-            decision = self.stage2.learner.begin_step(self.state.global_step, num_batches)
+            decision = self._begin_step(num_batches)
             # Told to the loop at the end of the step: it would leave this window after its first micro_step.
             self.stop_agreed = self.stop_agreed or decision.stop
             if decision.plan.channel is Channel.B:
@@ -85,6 +91,16 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
                 batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
                 self._a_batches_in_epoch += len(batches)
         return batches, num_items
+
+    def _begin_step(self, num_batches: int) -> StepDecision:
+        assert self.stage2 is not None
+        try:
+            return self.stage2.learner.begin_step(self.state.global_step, num_batches)
+        except WeightSyncHang as hang:
+            # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
+            logger.error("a push hung and cannot be taken back: %s", hang)
+            _leave_within(_CLEAN_UP_S)
+            raise
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
         """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""
@@ -118,24 +134,30 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""
+        module = self.accelerator.unwrap_model(self.model)
         self.stage2 = start_run(
             self.stage2_config,
             rows=_rows_of(self.train_dataset),
             template=self.template,
-            module=self.accelerator.unwrap_model(self.model),
+            module=module,
             run_directory=self.args.output_dir,
             rank=self.args.process_index,
             seed=self.args.seed,
             total_steps=self.state.max_steps,
             first_step=self.state.global_step,
-            make_canary=lambda encoder, sample: EngineCanary(self, encoder, sample),
+            make_canary=lambda encoder, sample: EngineCanary(module, self.template, encoder, sample),
             packed_loss=self.packed_loss,
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
+            wrap_transport=self.wrap_transport,
         )
         if self._resume_directory and self.stage2_config.b_enabled:
             self.stage2.together(self._resume)
         self.stage2.start()
+
+    def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
+        """For subclasses that watch or disturb what a sync round sends."""
+        return transport
 
     def _resume(self) -> None:
         assert self.stage2 is not None
@@ -201,15 +223,25 @@ def train(config_path: str) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         for warning in config.warnings:
             logger.warning("%s", warning)
+    start_communication(config.swift)
     try:
-        SwiftSft(parse_swift_arguments(config.swift_arguments())).main()
+        arguments = parse_swift_arguments(config.swift_arguments())
+        if config.b_enabled:
+            keep_buffers_exact()
+        SwiftSft(arguments).main()
     except Exception as error:  # raised again unless a hang is behind it
         hang = _hang_behind(error)
         if hang is None:
             raise
-        logger.error("a push hung and cannot be taken back: %s", hang)
         return EXIT_HANG
     return 0
+
+
+def _leave_within(seconds: float) -> None:
+    """Ends this process with status 70 by then, however far its clean-up is."""
+    timer = threading.Timer(seconds, os._exit, (EXIT_HANG,))
+    timer.daemon = True
+    timer.start()
 
 
 def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:
@@ -222,8 +254,9 @@ def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:
 class EngineCanary:
     """One greedy question, answered by ms-swift's own engine on the learner's module."""
 
-    def __init__(self, trainer: Stage2Trainer, encoder: Encoder, sample: Sample) -> None:
-        self._trainer = trainer
+    def __init__(self, module: Any, template: Any, encoder: Encoder, sample: Sample) -> None:
+        self._module = module
+        self._template = template
         self.request: dict[str, Any] = encoder.request(sample)
         self.config = rollout_protocol.request_config(
             max_new_tokens=_CANARY_TOKENS,
@@ -234,29 +267,40 @@ class EngineCanary:
             seed=1,
         )
         self._closing = encoder.closing_token_ids
-        self._answer: tuple[int, ...] = ()
+        self._answer = CanaryAnswer()
         self._engine: TransformersEngine | None = None
 
     def answer(self) -> None:
         """Generates under the present weights; mode, gradients and random state are left as they were."""
-        trainer = self._trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = self._module
         was_training = model.training
         devices = [model.device] if model.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices), trainer.template.generate_context():
+            with torch.random.fork_rng(devices=devices), self._template.generate_context():
                 if self._engine is None:
-                    self._engine = TransformersEngine(model, template=trainer.template, max_batch_size=1)
+                    self._engine = TransformersEngine(model, template=self._template, max_batch_size=1)
                 (response,) = self._engine.infer(
-                    [InferRequest(**self.request)], RequestConfig(**self.config), use_tqdm=False
+                    [InferRequest(**self.request)],
+                    RequestConfig(**self.config, logprobs=True, top_logprobs=_CANARY_ALTERNATIVES),
+                    use_tqdm=False,
                 )
         finally:
             model.train(was_training)
-        self._answer = self._without_closing(response.choices[0].token_ids)
+        (choice,) = response.choices
+        half = model.dtype in (torch.float16, torch.bfloat16)
+        self._answer = CanaryAnswer(
+            self._without_closing(choice.token_ids),
+            tuple(
+                {token["token"]: token["logprob"] for token in position["top_logprobs"]}
+                for position in (choice.logprobs or {}).get("content", ())
+            ),
+            HALF_PRECISION_TIE_NATS if half else 0.0,
+        )
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
         """Whether a server gave the learner's own answer; engines differ in showing the end of turn."""
-        return self._without_closing(token_ids) == self._answer
+        decode = self._template.tokenizer.decode
+        return self._answer.agrees(self._without_closing(token_ids), decode, decode(self._closing[0]))
 
     def _without_closing(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(token_ids)

@@ -1,18 +1,21 @@
 """Turns the learner's module into named full tensors for a push, without touching the training weights.
 
 Under LoRA every adapted weight leaves merged, computed on a copy. Names are those of the model without
-its adapter, tied weights appear once. Knows PEFT's layers, not ms-swift; called by the weight sync.
+its adapter, tied weights appear once. Under ZeRO-3 no rank holds a whole tensor: all ranks gather a bucket
+together, and rank 0 copies it. Knows PEFT's layers and DeepSpeed's parameters, not ms-swift.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.weight_checksum import all_finite
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
@@ -30,54 +33,85 @@ class WeightExport:
         self._module = module
         self._adapted = _adapted_layers(module)
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether every read is a collective of all ranks, because each holds only a part of a tensor (ZeRO-3)."""
+        return any(_is_partitioned(parameter) for parameter in self._module.parameters())
+
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Name, shape and dtype of every tensor that a push carries, in push order."""
         return tuple(
-            TensorSpec(_exported_name(name), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            TensorSpec(
+                _exported_name(name), tuple(_full_shape(tensor)), str(tensor.dtype).removeprefix("torch.")
+            )
             for name, tensor in self._own_tensors()
         )
 
-    def tensors(self, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the manifest, merged, contiguous, in the dtype named for it (default: its own).
+    def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
+        """Names of the manifest in buckets of at most ``max_bytes``, the same on every rank.
+
+        A larger tensor goes alone. Bytes are counted in the learner's own dtypes.
+        """
+        buckets: list[tuple[str, ...]] = []
+        names: list[str] = []
+        size = 0
+        for name, tensor in self._own_tensors():
+            num_bytes = _full_shape(tensor).numel() * tensor.element_size()
+            if names and size + num_bytes > max_bytes:
+                buckets.append(tuple(names))
+                names, size = [], 0
+            names.append(_exported_name(name))
+            size += num_bytes
+        return (*buckets, tuple(names)) if names else tuple(buckets)
+
+    def read(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """These tensors of the manifest, merged, contiguous, in the learner's dtypes.
+
+        What is neither merged nor partitioned shares memory with the training weights. If ``partitioned``,
+        the other ranks must call ``help_read`` with the same names at the same time.
 
         Raises:
             WeightSyncError: a tensor is not finite.
         """
-        with torch.no_grad():
-            for name, tensor in self._own_tensors():
-                exported = _exported_name(name)
-                layer = self._adapted.get(name)
-                if layer is not None:
-                    tensor = _merged(layer, tensor)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                    raise WeightSyncError(
-                        f"weights must be finite to be pushed, got a NaN or infinity in tensor={exported}; "
-                        "lower the learning rate or resume from an earlier checkpoint"
-                    )
-                dtype = getattr(torch, dtypes[exported]) if exported in dtypes else tensor.dtype
-                yield exported, tensor.detach().to(dtype).contiguous()
+        own = self._named(names)
+        exported = []
+        with torch.no_grad(), self._gathered(own):
+            for name, (own_name, parameter) in zip(names, own, strict=True):
+                layer = self._adapted.get(own_name)
+                tensor = parameter.detach() if layer is None else _merged(layer, parameter)
+                if layer is None and _is_partitioned(parameter):
+                    tensor = tensor.clone()  # the gathered memory is freed with the context
+                _require_finite(name, tensor)
+                exported.append((name, tensor.contiguous()))
+        return exported
 
-    def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def help_read(self, names: Sequence[str]) -> None:
+        """This rank's part of rank 0's ``read`` of partitioned tensors; keeps nothing."""
+        with self._gathered(self._named(names)):
+            pass
+
+    def _own_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._module.named_parameters():
             if not _belongs_to_adapter(name):
                 yield name, parameter
 
+    def _named(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+        own = {_exported_name(name): (name, parameter) for name, parameter in self._own_tensors()}
+        return [own[name] for name in names]
 
-def buckets(
-    tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-    """Groups tensors in order into buckets of at most ``max_bytes``; a larger tensor goes alone."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and size + num_bytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
+    def _gathered(self, own: Sequence[tuple[str, nn.Parameter]]) -> AbstractContextManager[None]:
+        """A context in which these parameters, and what adapters add to them, are whole on every rank."""
+        parameters = [parameter for _, parameter in own]
+        for name, _ in own:
+            layer = self._adapted.get(name)
+            if layer is not None:
+                parameters += [p for part, p in layer.named_parameters() if _belongs_to_adapter(f".{part}")]
+        if not any(_is_partitioned(parameter) for parameter in parameters):
+            return nullcontext()
+        import deepspeed
+
+        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
+        return context
 
 
 def flatten(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[dict[str, object]]]:
@@ -122,6 +156,23 @@ def _refuse_other_adapters(module: nn.Module) -> None:
                     f"LoRA must be a difference added to a weight, got {variant}=true in layer={name}; "
                     "train without it"
                 )
+
+
+def _is_partitioned(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "ds_shape")
+
+
+def _full_shape(parameter: torch.Tensor) -> torch.Size:
+    """Shape of the whole tensor; a partitioned one shows itself as empty."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    if not all_finite(tensor):
+        raise WeightSyncError(
+            f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
+            "lower the learning rate or resume from an earlier checkpoint"
+        )
 
 
 def _merged(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,29 @@
-"""Carries flattened weight buckets from learner rank 0 to one server: gloo for ours, NCCL for stock vLLM.
+"""Carries flattened weight buckets from learner rank 0 to one server: gloo for ours, vLLM's own group for stock.
 
 A transport is used from the push thread only. ``open`` asks the server to join and connects, ``send``
-returns when the bytes have left and the server has them, ``close`` may be called at any time.
+returns when the bytes have left and the server has them, ``close`` may be called at any time. Between rounds the
+probe's thread asks ``is_lost``.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.collectives import WeightGroup
+from swift_stage2.background_call import BackgroundCall
+from swift_stage2.collectives import GlooCommunicator, WeightGroup
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 
 _POLL_S = 0.001
+_CLOSE_TIMEOUT_S = 1.0
+_IS_LOST_TIMEOUT_S = 1.0
+_ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
 
 
 class WeightTransport(Protocol):
@@ -25,6 +32,10 @@ class WeightTransport(Protocol):
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None: ...
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None: ...
+
+    def is_lost(self) -> bool:
+        """Whether what is kept between rounds has lost the server; within a second or so, for any thread."""
+        ...
 
     def close(self) -> None: ...
 
@@ -36,27 +47,35 @@ class GlooTransport:
         self._group: WeightGroup | None = None
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
-        timeout_s = deadline.remaining_s()
+        host = session.host
         body = {
-            "host": session.host,
+            "host": host,
             "port": port,
             "world_size": 2,
             "backend": "gloo",
-            "timeout_s": timeout_s,
+            "timeout_s": deadline.remaining_s(),
         }
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         try:
-            self._group = WeightGroup(WeightGroup.LEARNER_RANK, session.host, port, timeout_s)
+            joining = BackgroundCall(
+                lambda: WeightGroup(WeightGroup.LEARNER_RANK, host, port, deadline.remaining_s()),
+                "joining the weight group",
+            )
+            self._group = joining.result_within(deadline.remaining_s())
         except RuntimeError as error:
             raise ServerFault(f"{session.base_url}: the weight group did not form: {error}") from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._group is None:
             raise ServerFault("the weight group is not open")
+        on_cpu = flat.cpu()  # no part of what a lost server may break
         try:
-            self._group.broadcast(flat.cpu())
+            self._group.broadcast(on_cpu, deadline.remaining_s())
         except RuntimeError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
+
+    def is_lost(self) -> bool:
+        return False  # nothing is kept between rounds
 
     def close(self) -> None:
         if self._group is not None:
@@ -64,51 +83,132 @@ class GlooTransport:
             self._group = None
 
 
-class NcclTransport:
-    """vLLM's stateless NCCL group, as stock ``swift rollout`` joins it; kept from round to round.
+class StockTransport:
+    """vLLM's stateless group, as stock ``swift rollout`` joins it; kept from round to round.
 
-    A stock server keeps the first communicator it made, so a failed round has to close it on both sides
-    before another can be opened.
+    The members are the server's workers and, as the highest rank, the learner. On a GPU the bytes travel over
+    NCCL, which may not report a lost peer; without one over gloo, which does (``GlooCommunicator``). A stock
+    worker keeps the first communicator it made, without a word, so a new one starts with an ordered close: also
+    the one of an earlier run whose learner was killed. vLLM's group exchanges its metadata with pickle over its
+    own TCP store: whoever can reach ``group_port`` during a round is trusted, as NCCL trusts its peers.
+
+    The store lives in the server's first worker, so its connection breaks with that process: the only word there is
+    of a stock server that is restarted between two calls. A store in a frozen process never answers, whatever its
+    timeout; what talks to it has a thread that is left behind.
     """
 
     def __init__(self, device: torch.device, api_key: str | None = None) -> None:
         self._device = device
         self._api_key = api_key
         self._communicator: Any = None
+        self._question: BackgroundCall[bool] | None = None  # to the store, not answered yet
+        self._stream: Any = None
         self._joined: str | None = None  # base URL of the server that was asked to join
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
-        if self._communicator is not None:
+        if self._communicator is not None and not self.is_lost() and self._question is None:
             return
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        self._communicator = None
+        self._question = None
         from vllm.distributed.utils import StatelessProcessGroup
 
-        world_size = int(session.get(protocol.WORLD_SIZE, deadline)["world_size"]) + 1
-        body = {"host": session.host, "port": port, "world_size": world_size}
+        host, world_size = session.host, self._num_workers(session, deadline) + 1
         self._joined = session.base_url
+        session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
+        body = {"host": host, "port": port, "world_size": world_size}
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        try:
+
+        def join() -> Any:
             group = StatelessProcessGroup.create(
-                host=session.host, port=port, rank=world_size - 1, world_size=world_size
+                host=host,
+                port=port,
+                rank=world_size - 1,
+                world_size=world_size,
+                store_timeout=math.ceil(deadline.remaining_s()),
             )
-            self._communicator = PyNcclCommunicator(group, device=self._device)
+            return self._connect(group, deadline)
+
+        try:
+            joining = BackgroundCall(join, "joining the weight group")
+            self._communicator = joining.result_within(deadline.remaining_s())
         except (RuntimeError, OSError) as error:
-            raise ServerFault(f"{session.base_url}: the weight group did not form: {error}") from error
+            raise ServerFault(
+                f"{session.base_url}: the weight group did not form at {host}:{port}: {error}"
+            ) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        flat = flat.to(self._device)
-        stream = torch.cuda.current_stream(self._device)
-        self._communicator.broadcast(flat, src=self._communicator.rank, stream=stream)
-        # The call above returns when the transfer is queued, not when it is done.
-        finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        finished.record(stream)
-        while not finished.query():  # type: ignore[no-untyped-call]
-            time.sleep(_POLL_S)
-        self._communicator.group.barrier()
+        if self._communicator is None:
+            raise ServerFault("the weight group is not open")
+        communicator = self._communicator
+        on_device = flat.to(self._device)  # no part of what a lost server may break
+        try:
+            if self._device.type == "cpu":
+                communicator.broadcast(on_device, communicator.rank, timeout_s=deadline.remaining_s())
+            else:
+                self._send_on_stream(on_device, deadline)
+            # Its own timeout bounds no wait for a key; the store's does, unless the store's process is frozen.
+            communicator.group.store.set_timeout(timedelta(seconds=deadline.remaining_s()))
+            remaining_s = deadline.remaining_s()
+            barrier = BackgroundCall(lambda: communicator.group.barrier(remaining_s), "the group's barrier")
+            barrier.result_within(remaining_s)
+        except RuntimeError as error:
+            raise ServerFault(f"the server was lost while weights were sent: {error}") from error
+
+    def is_lost(self) -> bool:
+        """A server that is merely silent is not called lost; it may be a busy machine, and rollouts will tell."""
+        communicator = self._communicator
+        if communicator is None:
+            return False
+        question, timeout_s = self._question, 0.0
+        if question is None:
+            store, timeout_s = communicator.group.store, _IS_LOST_TIMEOUT_S
+            question = self._question = BackgroundCall(
+                lambda: bool(store.check([_ANY_KEY])), "asking the store"
+            )
+        if not question.ended_within(timeout_s):
+            return False
+        self._question = None
+        try:
+            question.result_within(0.0)
+        except RuntimeError:
+            return True
+        return False
 
     def close(self) -> None:
         self._communicator = None
+        self._question = None
         if self._joined is not None:
             base_url, self._joined = self._joined, None
             with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
-                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(1.0))
+                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(_CLOSE_TIMEOUT_S))
+
+    def _num_workers(self, session: ServerSession, deadline: Deadline) -> int:
+        reply = session.get(protocol.WORLD_SIZE, deadline)
+        size = reply.get("world_size") if isinstance(reply, dict) else None
+        if not isinstance(size, int) or size < 1:
+            raise ServerFault(
+                f"{session.base_url}{protocol.WORLD_SIZE}: expected a world_size, got {reply!r}"
+            )
+        return size
+
+    def _connect(self, group: Any, deadline: Deadline) -> Any:
+        if self._device.type == "cpu":
+            return GlooCommunicator(group, timeout_s=deadline.remaining_s())
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        return PyNcclCommunicator(group, device=self._device)
+
+    def _send_on_stream(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        """On a stream of its own: training shares the default one, and would wait for a server that is lost."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # where ``flat`` is being written
+        flat.record_stream(self._stream)
+        self._communicator.broadcast(flat, src=self._communicator.rank, stream=self._stream)
+        # The call above returns when the transfer is queued, not when it is done.
+        finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        finished.record(self._stream)
+        while not finished.query():  # type: ignore[no-untyped-call]
+            if deadline.expired:
+                raise ServerFault("the server did not take the weights by the deadline")
+            time.sleep(_POLL_S)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import importlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,7 @@ class PromptEncoding:
     encoding: Mapping[str, Any]  # input_ids and image tensors, as the template gives them
     token_ids: tuple[int, ...]
     boxes: tuple[tuple[int, int, int, int], ...]
+    images_size: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
 
 
 class Encoder:
@@ -98,7 +101,8 @@ class Encoder:
         inputs = encoding.pop("template_inputs")
         boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
         _check_inside(boxes, inputs.images, self._template.norm_bbox)
-        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes)
+        sizes = tuple(image.size for image in inputs.images)
+        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes, sizes)
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Token ids of an answer, tokenised once as a whole, and each token's character offsets."""
@@ -221,9 +225,23 @@ def _model_without_weights(template: Any) -> Any:
     from swift.model import get_model_processor
 
     info = template.model_info
-    with torch.device("meta"):
+    with torch.device("meta"), _zero3_unknown():
         model, _ = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
     return model
+
+
+@contextmanager
+def _zero3_unknown() -> Iterator[None]:
+    """Hugging Face gives every model made under ZeRO-3 its first weights, which one without weights cannot take."""
+    integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+    reference = integration._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            integration.set_hf_deepspeed_config(config)
 
 
 def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import decide_pack
@@ -24,6 +24,7 @@ from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
+from swift_stage2.rollout_protocol import protect_from_abort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.pacing_state import PacingState
 from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
@@ -112,6 +113,7 @@ class Pipeline:
         self._max_attempts = max_attempts
         self._version_window = version_window
         self._segments: list[Segment] = []
+        self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._view: StepView | None = None
         self._last_version_asked = -1
         self._meter = ProductionMeter()
@@ -199,7 +201,7 @@ class Pipeline:
             try:
                 if drawn.sample is None:
                     raise drawn.error or SampleError("the row cannot be read")
-                requests.append(self._encoder.request(drawn.sample))
+                requests.append(self._request(drawn.sample))
                 samples.append(drawn.sample)
             except SampleError as error:
                 self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
@@ -210,6 +212,7 @@ class Pipeline:
         outcome = self._client.generate(samples, requests)
         self._events.batch(outcome, time.monotonic() - started)
         too_slow = {sample.key for sample in outcome.timed_out}
+        self._remember_aborted(outcome)
         again = [sample.key for sample in outcome.returned if sample.key not in too_slow]
         self._source.give_back(again, count_attempt=False)
         # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
@@ -225,6 +228,15 @@ class Pipeline:
             slowest = max(rollout.seconds for rollout in outcome.rollouts)
             self._measure(slowest + time.monotonic() - prepared_from)
         return bool(outcome.rollouts or outcome.quarantined)
+
+    def _remember_aborted(self, outcome: BatchOutcome) -> None:
+        self._aborted |= {rollout.sample.key for rollout in outcome.aborted}
+        self._aborted -= {rollout.sample.key for rollout in outcome.rollouts}
+        self._aborted -= {sample.key for sample, _ in outcome.quarantined}
+
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        request = self._encoder.request(sample)
+        return protect_from_abort(request) if sample.key in self._aborted else request
 
     def _prepare(self, rollout: Rollout) -> None:
         started = time.monotonic()

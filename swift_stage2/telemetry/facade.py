@@ -95,9 +95,9 @@ class Telemetry:
         self._tracker.step(facts)
         self._show()
 
-    def record_round(self, step: int, outcome: RoundFacts) -> None:
-        """Count one sync round that has ended, on every rank."""
-        self._recorder.round(step, outcome)
+    def record_round(self, step: int, outcome: RoundFacts, pending_seconds: float = 0.0) -> None:
+        """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
+        self._recorder.round(step, outcome, pending_seconds)
         self._tracker.round(step, outcome)
         self._show()
 

@@ -152,6 +152,9 @@ class RoundFacts(Protocol):
     def canary_seconds(self) -> float: ...
 
     @property
+    def export_seconds(self) -> float: ...
+
+    @property
     def reports(self) -> Mapping[int, ServerFacts]: ...
 
 
@@ -173,6 +176,9 @@ class BatchFacts(Protocol):
 
     @property
     def returned(self) -> Sequence[object]: ...
+
+    @property
+    def aborted(self) -> Sequence[object]: ...
 
     @property
     def quarantined(self) -> Sequence[object]: ...

@@ -93,6 +93,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_prepared", "rollouts that became segments"),
     _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
+    _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
     _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QUARANTINE_REASONS, "samples given up", None, Merge.SUM),

@@ -41,11 +41,13 @@ class PipelineRecorder:
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
         self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
         self._counters.add("samples_returned", len(outcome.returned))
+        self._counters.add("rollouts_aborted", len(outcome.aborted))
         self._audit.write(
             "batch",
             seconds=seconds,
             num_rollouts=len(outcome.rollouts),
             num_returned=len(outcome.returned),
+            num_aborted=len(outcome.aborted),
             num_quarantined=len(outcome.quarantined),
             num_posts=outcome.num_posts,
             failures=list(outcome.failures),

@@ -52,7 +52,7 @@ class StepRecorder:
             activity_ns={activity: ns for activity, ns in spent.items() if ns},
         )
 
-    def round(self, step: int, outcome: RoundFacts) -> None:
+    def round(self, step: int, outcome: RoundFacts, pending_seconds: float) -> None:
         """One sync round that has ended; it is committed iff a server was proven."""
         num_failed = sum(not report.proven for report in outcome.reports.values())
         committed = num_failed < len(outcome.reports)
@@ -65,7 +65,9 @@ class StepRecorder:
             version=outcome.version,
             committed=committed,
             seconds=outcome.seconds,
+            pending_seconds=pending_seconds,
             canary_seconds=outcome.canary_seconds,
+            export_seconds=outcome.export_seconds,
             servers=dict(outcome.reports),
         )
 

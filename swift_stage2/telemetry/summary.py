@@ -209,7 +209,10 @@ def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
 
 
 def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Spread]:
-    durations: dict[str, list[float]] = {"canary": [record["canary_seconds"] for record in rounds]}
+    durations: dict[str, list[float]] = {
+        "canary": [record["canary_seconds"] for record in rounds],
+        "export": [record["export_seconds"] for record in rounds],
+    }
     for server in servers:
         for phase, seconds in server["seconds"].items():
             durations.setdefault(phase, []).append(seconds)

@@ -4,6 +4,7 @@
     lane         what this rank does with one server, one call at a time
     share        one server's part of a batch, and what became of it
     plan         which requests go into the next POST after an error or a timeout (pure)
+    placement    how many samples of a batch each server gets (pure)
     seeds        the seed of a POST (pure)
     trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
     connection   one HTTP call with one deadline, and how it ended

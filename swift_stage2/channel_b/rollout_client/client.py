@@ -17,8 +17,9 @@ from typing import Any
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
+from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
 from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST, SeedLedger
-from swift_stage2.channel_b.rollout_client.share import merge_shares, split_evenly
+from swift_stage2.channel_b.rollout_client.share import merge_shares
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 
@@ -47,17 +48,20 @@ class RolloutClient:
         run_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
         stop: threading.Event | None = None,
+        full_share: int = 1,
         on_abandoned: Callable[[str], None] = lambda url: None,
     ) -> None:
         """No server is proven at first.
 
         ``ticket_timeout_s`` is one slice of the wait for a ticket; between slices ``stop`` is looked at. ``canary`` is
         a request that any sound server answers, for a server that has not answered anything yet. ``run_id`` is what
-        our server stamps. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held.
+        our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
+        fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
         self._rank = rank
+        self._full_share = full_share
         self._num_batches = 0
         settings = LaneSettings(
             fence=fence,
@@ -74,6 +78,7 @@ class RolloutClient:
         )
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
+        self._paces = dict.fromkeys(urls, ServerPace())
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -118,6 +123,8 @@ class RolloutClient:
             raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
         for url, lane in self._lanes.items():
             if url in proven:
+                if not lane.trust.is_proven:  # it returns, perhaps as another process
+                    self._paces[url] = ServerPace(last_batch=self._num_batches)
                 lane.trust.prove(stamps.get(url))
             else:
                 lane.trust.withdraw()
@@ -142,19 +149,22 @@ class RolloutClient:
                 f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
             )
         lanes = [] if self._stop.is_set() else self._usable_lanes()
-        slices = split_evenly(len(samples), len(lanes))
-        if any(part.stop - part.start > MAX_REQUESTS_PER_POST for part in slices):
+        sizes = self._place(len(samples), lanes)
+        if any(size > MAX_REQUESTS_PER_POST for size in sizes):
             raise ValueError(
                 f"a server gets at most {MAX_REQUESTS_PER_POST} requests at once, "
                 f"got num_samples={len(samples)} num_servers={len(lanes)}"
             )
         futures = {
             lane.base_url: lane.submit(samples[part], requests[part])
-            for lane, part in zip(lanes, slices, strict=False)
+            for lane, part in zip(lanes, as_slices(sizes), strict=True)
+            if part.stop > part.start
         }
         self._await(futures.values())
         shares = {url: future.result(timeout=0) for url, future in futures.items()}
-        return merge_shares(shares, () if slices else samples, self._take_news())
+        for url, share in shares.items():
+            self._paces[url] = self._paces[url].after(share.num_answered, share.answered_s, self._num_batches)
+        return merge_shares(shares, () if lanes else samples, self._take_news())
 
     def settle(self, server: str) -> bool:
         """Settles what was abandoned on ``server`` now instead of in the background; True if it is not busy.
@@ -180,13 +190,16 @@ class RolloutClient:
 
     def _usable_lanes(self) -> list[ServerLane]:
         proven = [lane for lane in self._lanes.values() if lane.trust.is_proven]
-        lanes = [lane for lane in proven if lane.trust.settle_by is None] or proven
+        return [lane for lane in proven if lane.trust.settle_by is None] or proven
+
+    def _place(self, num_samples: int, lanes: Sequence[ServerLane]) -> Sequence[int]:
         if not lanes:
-            return []
-        # Small batches of many ranks shall not all meet on the first server.
-        first = (self._rank + self._num_batches) % len(lanes)
+            return ()
+        loads = [ServerLoad(self._paces[lane.base_url], lane.in_flight) for lane in lanes]
         self._num_batches += 1
-        return lanes[first:] + lanes[:first]
+        # Small batches of many ranks shall not all meet on the first server.
+        turn = self._rank + self._num_batches - 1
+        return place(num_samples, loads, full_share=self._full_share, turn=turn, batch=self._num_batches)
 
     def _await(self, futures: Collection[Future[Any]]) -> None:
         """Waits for all of them, or for the first that raises; passes the owner's stop on to the lanes."""

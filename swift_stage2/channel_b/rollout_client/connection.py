@@ -25,6 +25,11 @@ _REFUSALS = {
     403: "the server refuses the API key; set the variable that rollout.api_key_env names",
     409: "the server refuses rollouts in its present state",
 }
+# What a merger or a proxy says of the server behind it; the server itself never says so.
+_GATEWAY_ENDS = {
+    502: PostEnd.LOST,
+    504: PostEnd.TIMED_OUT,
+}
 _QUOTED_CHARACTERS = 300
 
 
@@ -130,6 +135,9 @@ class ServerConnection:
             rule = _REFUSALS[response.status_code]
             reason = f"{rule}: {where} answered {response.status_code}: {self._quote(response)}"
             return PostResult(PostEnd.REFUSED, reason)
+        if response.status_code in _GATEWAY_ENDS:
+            reason = f"{where} answered {response.status_code}: {self._quote(response)}"
+            return PostResult(_GATEWAY_ENDS[response.status_code], reason)
         if response.status_code != httpx.codes.OK:
             reason = f"{where} answered {response.status_code}: {self._quote(response)}"
             return PostResult(PostEnd.ERROR_ANSWER, reason)

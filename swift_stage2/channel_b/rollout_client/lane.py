@@ -63,6 +63,12 @@ class ServerLane:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._latest: Future[Any] | None = None
         self._known_good = [] if settings.canary is None else [settings.canary]
+        self._num_abandoned_prompts = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Prompts of abandoned POSTs that the server may still be computing."""
+        return 0 if self.trust.settle_by is None else self._num_abandoned_prompts
 
     def submit(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Future[Share]:
         """Starts work on a share; the future raises ``FenceShutDown`` when the fence ends."""
@@ -134,10 +140,13 @@ class ServerLane:
         result = self._doubt(result, ticket.version)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
+            if all(completion.finish_reason != "abort" for completion in result.completions):
+                share.num_answered += len(piece.indices)
+                share.answered_s += post.seconds
             for number, completion in zip(piece.indices, result.completions, strict=not piece.is_probe):
                 share.keep(number, completion, post)
         elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
-            self._abandon(share)
+            self._abandon(share, len(requests))
         self._record(share, piece, result)
 
     def _doubt(self, result: PostResult, version: int) -> PostResult:
@@ -146,9 +155,10 @@ class ServerLane:
             return result
         return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {objection}")
 
-    def _abandon(self, share: Share) -> None:
+    def _abandon(self, share: Share, num_prompts: int) -> None:
         """While the ticket is held: a drained fence with nothing unsettled must mean an idle server."""
         share.num_abandoned += 1
+        self._num_abandoned_prompts = self.in_flight + num_prompts
         self.trust.abandon(time.monotonic() + self._settings.request_timeout_s)
         self._settings.on_abandoned(self.base_url)
 

@@ -29,8 +29,9 @@ class BatchOutcome:
     rollouts: tuple[Rollout, ...] = ()
     returned: tuple[Sample, ...] = ()
     """To be asked again later, their attempts not counted up."""
-    aborted: tuple[Sample, ...] = ()
-    """Those of ``returned`` that the server aborted for a round; such a sample is not aborted twice."""
+    aborted: tuple[Rollout, ...] = ()
+    """What the server aborted for a round had said so far. Its samples are among ``returned``, and are not aborted
+    twice."""
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()

@@ -1,8 +1,9 @@
 """The seed of a POST, from the run's seed and the place of its first sample in the rank's stream.
 
 One POST carries one seed; engines give its i-th request ``seed + i``. Each rank therefore owns one
-interval of the 31-bit seeds, whole POSTs included, so two ranks can never sample with a common seed.
-Called by lanes before each POST.
+interval of the 31-bit seeds, whole POSTs included, so two ranks can never sample with a common seed. Where a
+merger joins POSTs, the joint one takes its first part's seed and has room for 4096 requests behind it: the
+others' own seeds go unused, and no two requests get one. Called by lanes before each POST.
 """
 
 from __future__ import annotations

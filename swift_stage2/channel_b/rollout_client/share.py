@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from swift_stage2.channel_b.records import Rollout, Sample, VersionSpan
@@ -60,23 +59,24 @@ class Share:
     plan: RequestPlan
     budget: TimeBudget
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    aborted: list[int] = field(default_factory=list)
+    aborted: dict[int, Rollout] = field(default_factory=dict)
     failures: list[PostFailure] = field(default_factory=list)
     num_abandoned: int = 0
     num_posts: int = 0
+    num_answered: int = 0
+    """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
+    answered_s: float = 0.0
 
     def keep(self, number: int, completion: Completion, post: Post) -> None:
         """Turns a completion into the rollout of its sample; an aborted one leaves the sample to return."""
-        if completion.finish_reason == "abort":
-            self.aborted.append(number)
-            return
-        self.rollouts[number] = Rollout(
+        kept = self.aborted if completion.finish_reason == "abort" else self.rollouts
+        kept[number] = Rollout(
             sample=self.samples[number],
             text=completion.text,
             token_ids=completion.token_ids,
             prompt_token_ids=completion.prompt_token_ids,
             truncated=completion.finish_reason == "length",
-            seed=post.seed,
+            seed=post.seed if completion.seed is None else completion.seed,
             server=post.server,
             spans=(VersionSpan(post.version, 0, len(completion.token_ids)),),
             log_probs=completion.log_probs,
@@ -87,14 +87,6 @@ class Share:
     def resolved(self) -> list[Sample]:
         """Samples that have their rollout or are quarantined."""
         return [self.samples[number] for number in (*self.rollouts, *self.plan.quarantined)]
-
-
-def split_evenly(num_samples: int, num_shares: int) -> list[slice]:
-    """Consecutive slices whose sizes differ by at most one, the larger first; no empty ones."""
-    num_shares = min(num_samples, num_shares)
-    size, num_larger = divmod(num_samples, num_shares) if num_shares else (0, 0)
-    bounds = [n * size + min(n, num_larger) for n in range(num_shares + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def merge_shares(
@@ -113,7 +105,7 @@ def merge_shares(
             ),
             *unasked,
         ),
-        aborted=tuple(part.samples[n] for part in parts for n in sorted(part.aborted)),
+        aborted=tuple(part.aborted[n] for part in parts for n in sorted(part.aborted)),
         timed_out=tuple(part.samples[n] for part in parts for n in part.plan.timed_out),
         quarantined=tuple(
             (part.samples[n], reason) for part in parts for n, reason in sorted(part.plan.quarantined.items())

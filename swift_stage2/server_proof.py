@@ -1,0 +1,93 @@
+"""Shows that one server holds the weights it was sent: by checksums, by the canary's answer, or by both.
+
+Only our server has checksums; what a stock server's canary shows is no more than that nothing is grossly
+wrong. Called by a push inside its round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.config import Proof
+from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.round_records import RoundOrder
+from swift_stage2.server_session import ServerSession
+
+
+def prove_server(
+    session: ServerSession,
+    order: RoundOrder,
+    info: protocol.ServerInfo,
+    sent: Mapping[str, str],
+    *,
+    same_dtypes: bool,
+) -> str:
+    """Proves the weights whose checksums are ``sent`` and returns how: ``ServerReport.proof``.
+
+    ``same_dtypes``: learner and server hold the same dtypes as far as can be told; only then must the
+    canary's answers agree.
+
+    Raises:
+        ServerFault: the proof is wrong, missing, or cannot be had from this server.
+    """
+    if info.stock and order.proof is Proof.CHECKSUM:
+        raise ServerFault(f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto")
+    shown = []
+    if order.proof is not Proof.CHECKSUM:
+        _ask_canary(session, order, must_agree=same_dtypes)
+        shown += ["canary"] if same_dtypes else []
+    if not info.stock:
+        body = session.post(protocol.FINISH_ROUND, {"round_id": order.round_id}, order.deadline)
+        if order.proof is not Proof.CANARY:
+            _check_sums(session, order, info, sent, body)
+            shown.insert(0, "checksums")
+    if not shown:
+        raise ServerFault(
+            f"{session.base_url} holds other dtypes than the learner, so that a canary alone shows nothing; "
+            "set sync.proof: auto"
+        )
+    return "+".join(shown)
+
+
+def _ask_canary(session: ServerSession, order: RoundOrder, *, must_agree: bool) -> None:
+    body = {"infer_requests": [order.canary.request], "request_config": order.canary.config}
+    reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
+    try:
+        (completion,) = protocol.parse_infer_reply(reply, 1)
+    except ProtocolError as error:
+        raise ServerFault(f"{session.base_url}{protocol.INFER}: {error}") from error
+    if must_agree and not order.canary.agrees(completion.token_ids):
+        raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner")
+
+
+def _check_sums(
+    session: ServerSession,
+    order: RoundOrder,
+    info: protocol.ServerInfo,
+    sent: Mapping[str, str],
+    body: Any,
+) -> None:
+    try:
+        proof = protocol.RoundProof.from_json(body)
+    except ProtocolError as error:
+        raise ServerFault(f"{session.base_url}{protocol.FINISH_ROUND}: {error}") from error
+    loaded = set(proof.loaded)
+    problems = [
+        *_differences("arrived", sent, proof.arrived),
+        *(_differences("resident", sent, proof.resident) if proof.resident else []),
+        *(f"not loaded: {name}" for name in sent if name not in loaded),
+    ]
+    if proof.round_id != order.round_id or proof.weight_version != order.version:
+        problems.append(f"proof of another round, version {proof.weight_version}")
+    if proof.incarnation != info.incarnation:
+        problems.append("the server was restarted during the round")
+    if problems:
+        shown = "; ".join(problems[:3])
+        raise ServerFault(f"{session.base_url} does not hold the weights it was sent: {shown}")
+
+
+def _differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
+    names = [name for name in sorted(sent.keys() | got.keys()) if sent.get(name) != got.get(name)]
+    return [f"{what} checksum of {names[0]} differs ({len(names)} in all)"] if names else []

@@ -1,0 +1,233 @@
+"""One server's part of one sync round: begin, connect, push, acknowledge, prove.
+
+Runs on a daemon thread, because a transfer that hangs cannot be joined, and ends in a report or, when the
+learner cannot give its weights, without one. Started and awaited by the round on rank 0.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.bucket_handover import BucketHandover
+from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
+from swift_stage2.round_records import RoundOrder, ServerEndpoint, ServerReport
+from swift_stage2.server_proof import prove_server
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_bucket import WeightBucket
+from swift_stage2.weight_transport import WeightTransport
+
+_SHARE_FOR_PATIENCE = 0.25  # of the calls' time, with a server that is still busy
+_BUSY_POLL_S = 0.05
+
+MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
+
+
+class ServerPush(threading.Thread):
+    """Brings one server to one version. ``finished`` is set last; then ``report`` or ``learner_fault`` is there.
+
+    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        endpoint: ServerEndpoint,
+        order: RoundOrder,
+        handover: BucketHandover[WeightBucket],
+        transports: MutableMapping[int, WeightTransport],
+        make_transport: MakeTransport,
+        *,
+        distrusted: bool,
+    ) -> None:
+        super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
+        self.server = server
+        self._endpoint = endpoint
+        self._order = order
+        self._handover = handover
+        self._transports = transports
+        self._make_transport = make_transport
+        self._distrusted = distrusted
+        self._seconds: dict[str, float] = {}
+        self._num_bytes = 0
+        self._proof = ""
+        self._incarnation: str | None = None
+        self.report: ServerReport | None = None
+        self.learner_fault: str | None = None
+        self.finished = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with ServerSession(self._endpoint.base_url, self._order.api_key) as session:
+                self._transfer(session)
+            self.report = self._make_report(None)
+        except ServerFault as error:
+            self._drop_transport()
+            self.report = self._make_report(str(error))
+        except Exception as error:  # top of a thread: anything else is the learner's own fault
+            self._drop_transport()
+            self.learner_fault = describe_fault("the push of the learner's weights", error)
+        finally:
+            self._handover.leave(self.server)
+            self.finished.set()
+
+    def _transfer(self, session: ServerSession) -> None:
+        order = self._order
+        if self._distrusted:
+            self._drop_transport()
+        with self._phase("begin"):
+            info = session.info(order.deadline)
+            self._incarnation = info.incarnation
+            dtypes = {spec.name: spec.dtype for spec in info.manifest}
+            if not info.stock:
+                self._begin(session, _agreed_manifest(order.manifest, info.manifest))
+            else:  # ordered: it answers once nothing runs any more that a lost caller has asked
+                self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+        with self._phase("connect"):
+            transport = self._transports.setdefault(self.server, self._make_transport(info))
+            transport.open(session, self._endpoint.group_port, order.deadline)
+        sent = self._send_buckets(session, transport, dtypes)
+        with self._phase("acknowledge"):
+            session.post(protocol.PROCESS_WEIGHTS, {}, order.deadline)
+            # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
+            # reports False for them also when they worked; they are ordered before the one that can tell.
+            for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
+                self._reset_cache(session, path, must_succeed=not info.stock)
+            self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+            if not info.stock:
+                self._drop_transport()
+        with self._phase("prove"):
+            same_dtypes = info.stock or order.manifest == info.manifest
+            self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes)
+
+    def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
+        """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
+        order = self._order
+        timeout_s = order.deadline.remaining_s()
+        request = protocol.RoundRequest(order.round_id, order.run_id, order.version, manifest, timeout_s)
+        patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
+        while True:
+            try:
+                session.post(protocol.BEGIN_ROUND, request.to_json(), order.deadline)
+                return
+            except ServerFault as fault:
+                if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
+                    raise
+            time.sleep(_BUSY_POLL_S)
+
+    def _send_buckets(
+        self, session: ServerSession, transport: WeightTransport, dtypes: dict[str, str]
+    ) -> dict[str, str]:
+        """Sends what the round hands over, in the server's dtypes; returns the checksums of all tensors."""
+        sent: dict[str, str] = {}
+        while True:
+            with self._phase("wait"):
+                bucket = self._next_bucket(session)
+            if bucket is None:
+                return sent
+            with self._phase("pack"):
+                packed = bucket.pack(dtypes)
+            with self._phase("push"):
+                body = {"metadatas": packed.metadata}
+                session.post(protocol.UPDATE_FLATTENED_PARAMS, body, self._order.deadline)
+                transport.send(packed.flat, self._order.deadline)
+            sent.update(packed.checksums)
+            self._num_bytes += packed.flat.numel()
+
+    def _next_bucket(self, session: ServerSession) -> WeightBucket | None:
+        try:
+            return self._handover.take(self.server)
+        except ServerFault as fault:
+            raise ServerFault(f"{session.base_url}: {fault}") from fault
+
+    def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
+        try:
+            succeeded = protocol.parse_cache_reset(session.post(path, {}, self._order.deadline))
+        except ProtocolError as error:
+            raise ServerFault(f"{session.base_url}{path}: {error}") from error
+        if must_succeed and not succeeded:
+            raise ServerFault(f"{session.base_url}{path} reports status: False; earlier commands failed")
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to one phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _drop_transport(self) -> None:
+        transport = self._transports.pop(self.server, None)
+        if transport is not None:
+            close_quietly(transport)
+
+    def _make_report(self, error: str | None) -> ServerReport:
+        return ServerReport(
+            proven=error is None,
+            error=error,
+            proof=self._proof,
+            num_bytes=self._num_bytes,
+            seconds=self._seconds,
+            incarnation=self._incarnation,
+        )
+
+
+def close_quietly(transport: WeightTransport) -> None:
+    """Closes a transport whose peer may be gone."""
+    try:
+        transport.close()
+    except (ServerFault, RuntimeError):
+        return  # there is nothing left to close
+
+
+def describe_fault(what: str, error: Exception) -> str:
+    """The learner's fault in one line; ours says it by itself."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, WeightSyncError) else f"{what} failed: {type(error).__name__}: {text}"
+
+
+def _agreed_manifest(
+    own: Sequence[protocol.TensorSpec], theirs: Sequence[protocol.TensorSpec]
+) -> tuple[protocol.TensorSpec, ...]:
+    """The learner's names and shapes with the server's dtypes, or a fault that names the differences."""
+    shapes = {spec.name: spec.shape for spec in own}
+    wanted = {spec.name: spec.shape for spec in theirs}
+    differences = [
+        f"{name}: learner {shapes.get(name)} server {wanted.get(name)}"
+        for name in sorted(shapes.keys() | wanted.keys())
+        if shapes.get(name) != wanted.get(name)
+    ]
+    if differences:
+        shown = "; ".join(differences[:3])
+        raise ServerFault(
+            f"server and learner must hold the same tensors, got num_differences={len(differences)} ({shown}); "
+            "start the server with the learner's model"
+        )
+    dtypes = {spec.name: spec.dtype for spec in theirs}
+    for spec in own:
+        if not _can_become(spec.dtype, dtypes[spec.name]):
+            raise ServerFault(
+                f"server and learner must hold dtypes that can be cast, got {spec.name}: learner {spec.dtype} "
+                f"server {dtypes[spec.name]}; start the server with the learner's model and torch_dtype"
+            )
+    return tuple(protocol.TensorSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in own)
+
+
+@lru_cache(maxsize=64)
+def _can_become(own: str, wanted: str) -> bool:
+    """Whether a tensor of the learner's dtype can be cast to what a server calls its own."""
+    dtype = getattr(torch, wanted, None)
+    if not isinstance(dtype, torch.dtype):
+        return False
+    try:
+        torch.empty(1, dtype=getattr(torch, own)).to(dtype)
+    except RuntimeError:
+        return False
+    return True
