@@ -209,6 +209,7 @@ class Completion:
     weight_version: int | None = None  # stamped by our server
     run_id: str | None = None
     incarnation: str | None = None
+    seed: int | None = None  # that it was sampled with, where a merger shared a POST among callers
 
 
 def request_config(
@@ -232,6 +233,40 @@ def request_config(
     }
 
 
+_MAY_ABORT = "may_abort"
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """Asks our server to end what is in flight under these weights, apart from requests that must not be aborted.
+
+    A call that arrives late, when a round has brought other weights, ends nothing.
+    """
+
+    run_id: str
+    version: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "version": self.version}
+
+    @classmethod
+    def from_json(cls, data: Any) -> AbortRequest:
+        record = _mapping(data, "abort request")
+        return cls(run_id=_text(record, "run_id"), version=_integer(record.get("version"), "version"))
+
+
+def protect_from_abort(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The same infer request, which ``/stage2/abort/`` leaves alone. Stock servers take the field and ignore it."""
+    return {**request, "data_dict": {**request.get("data_dict", {}), "stage2": {_MAY_ABORT: False}}}
+
+
+def may_abort(request: Mapping[str, Any]) -> bool:
+    """Whether an infer request may be ended by ``/stage2/abort/``: yes unless it is protected."""
+    extra = request.get("data_dict")
+    ours = extra.get("stage2") if isinstance(extra, Mapping) else None
+    return not (isinstance(ours, Mapping) and ours.get(_MAY_ABORT) is False)
+
+
 def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
     """Checks the body of an ``/infer/`` reply and returns one completion per request, in order.
 
@@ -246,6 +281,14 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
             f"num_requests={num_requests}"
         )
     return tuple(_parse_completion(item) for item in data)
+
+
+def parse_served_model(data: Any) -> str | None:
+    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
+    output = data[0] if isinstance(data, list) and data else None
+    response = output.get("response") if isinstance(output, Mapping) else None
+    model = response.get("model") if isinstance(response, Mapping) else None
+    return model if isinstance(model, str) else None
 
 
 def parse_cache_reset(data: Any) -> bool:
@@ -270,7 +313,7 @@ def _parse_completion(item: Any) -> Completion:
     infos = output.get("rollout_infos") or {}
     stamp = infos.get("stage2") if isinstance(infos, Mapping) else None
     stamp = _mapping(stamp, "rollout_infos.stage2") if stamp is not None else {}
-    version = stamp.get("weight_version")
+    version, seed = stamp.get("weight_version"), stamp.get("seed")
     return Completion(
         text=text,
         token_ids=tuple(_integer_list(choice, "token_ids")),
@@ -281,6 +324,7 @@ def _parse_completion(item: Any) -> Completion:
         weight_version=None if version is None else _integer(version, "weight_version"),
         run_id=_optional_text(stamp, "run_id"),
         incarnation=_optional_text(stamp, "incarnation"),
+        seed=None if seed is None else _integer(seed, "seed"),
     )
 
 

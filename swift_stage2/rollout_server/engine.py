@@ -6,6 +6,7 @@ The routes, the weight rounds and every engine share these records; nothing here
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class GenerationRequest:
     max_new_tokens: int | None = None  # None: as many as the model's length allows
     seed: int | None = None  # None: another one at every call
     with_log_probs: bool = False
+    may_abort: bool = True  # whether /stage2/abort/ may end it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,22 @@ class InstalledWeights:
 
     loaded: tuple[str, ...]
     resident: Mapping[str, str]
+
+
+class InstallFault(StrEnum):
+    """Faults of the load that tests switch on, to see whether a proof shows them."""
+
+    NONE = "none"
+    SKIP_COPY = "skip_copy"
+    FLIP_ELEMENT = "flip_element"
+
+
+class CacheKind(StrEnum):
+    """What an engine may keep of the weights it computed with: the stock server has a route for each."""
+
+    PREFIX = "prefix"
+    ENCODER = "encoder"
+    MM = "mm"
 
 
 class EngineState(StrEnum):
@@ -98,16 +116,19 @@ class Engine(Protocol):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Ticket]: ...
 
-    def abort(self) -> int:
-        """Ends everything waiting or running; its completions say ``abort``. Returns how many."""
+    def abort(self, tickets: Sequence[Ticket] | None = None) -> int:
+        """Ends these, or everything waiting or running; their completions say ``abort``. Returns how many."""
         ...
 
-    def settle(self, timeout_s: float) -> bool:
-        """Waits until all that was submitted before has ended; False when it did not in time."""
+    def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
+        """Empties one cache, after all that was submitted before has ended; False when it could not in time.
+
+        Ends soon after ``given_up`` is set, too: its caller has gone.
+        """
         ...
 
     def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
-        """Copies all tensors into the model between two batches; later completions carry ``stamp``.
+        """Copies all tensors into the model while it computes nothing; later completions carry ``stamp``.
 
         Raises:
             RoundFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.

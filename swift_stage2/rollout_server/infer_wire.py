@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swift_stage2.errors import ProtocolError, SampleError
-from swift_stage2.rollout_protocol import Completion
+from swift_stage2.rollout_protocol import Completion, may_abort
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 
 _BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
@@ -142,6 +142,7 @@ def _request(item: Any, options: Mapping[str, Any]) -> GenerationRequest:
         max_new_tokens=options.get("max_tokens"),
         seed=options.get("seed"),
         with_log_probs=bool(options.get("logprobs", False)),
+        may_abort=may_abort(record),
     )
 
 

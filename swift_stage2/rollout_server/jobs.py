@@ -7,6 +7,7 @@ first. Called by the transformers engine.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from swift_stage2.rollout_server.engine import GenerationRequest, Sampling, Weig
 
 if TYPE_CHECKING:  # importing ms-swift takes seconds; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import EncodedRow
+
+_GIVEN_UP_POLL_S = 0.25
 
 
 @dataclass(eq=False, slots=True)
@@ -93,9 +96,13 @@ class JobBook:
         if self._strike(job):
             job.future.set_exception(error)
 
-    def settle(self, timeout_s: float) -> bool:
-        """Waits for the jobs that are open now; False when they did not all end in time."""
-        return not wait([job.future for job in self.open_jobs()], timeout_s).not_done
+    def settle(self, timeout_s: float, given_up: threading.Event) -> bool:
+        """Waits for the jobs that are open now; False when they did not all end in time, or nobody waits any more."""
+        end = time.monotonic() + timeout_s
+        waiting = {job.future for job in self.open_jobs()}
+        while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
+            waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
+        return not waiting
 
     def _strike(self, job: Job) -> bool:
         with self._lock:

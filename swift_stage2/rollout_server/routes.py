@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import Completion, RoundRequest
-from swift_stage2.rollout_server.engine import Ticket
+from swift_stage2.http_listener import bearer_check
+from swift_stage2.rollout_protocol import AbortRequest, Completion, RoundRequest
+from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
 from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
 
@@ -34,7 +35,7 @@ def create_app(service: RolloutService, api_key: str | None = None) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     routes = _Routes(service)
-    router = APIRouter(dependencies=[Depends(_bearer_check(api_key))] if api_key else [])
+    router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
     for path, method, handler in routes.table():
         router.add_api_route(path, handler, methods=[method], response_model=None)
     app.include_router(router)
@@ -52,7 +53,10 @@ class _Routes:
         self._service = service
         self._rounds = service.rounds
         self._engine = service.engine
+        self._may_abort: set[Ticket] = set()  # of the event loop alone
         self._control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="control")
+        # Apart: these may wait for completions, and the aborts and rounds that end completions must not wait for them.
+        self._resets = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="reset")
 
     def table(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -100,10 +104,14 @@ class _Routes:
         with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)):
             if call.faults():
                 return _failed_requests(call.faults(), len(call.requests))
-            tickets = self._engine.submit(call.valid_requests())
+            requests = call.valid_requests()
+            tickets = self._engine.submit(requests)
+            in_flight = {t for t, wanted in zip(tickets, requests, strict=True) if wanted.may_abort}
+            self._may_abort |= in_flight
             try:
                 failures = await self._wait(tickets, request)
             finally:
+                self._may_abort -= in_flight
                 for ticket in tickets:
                     ticket.abort()  # does nothing to those that have ended
         if failures:
@@ -130,15 +138,29 @@ class _Routes:
         non_finite = await self._off_loop(self._rounds.load)
         return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
 
-    async def reset_prefix_cache(self) -> dict[str, str]:
-        settled = await self._off_loop(lambda: self._engine.settle(_SETTLE_TIMEOUT_S))
-        return {"message": f"Request received, resetting prefix cache status: {settled}"}
+    async def reset_prefix_cache(self, request: Request) -> dict[str, str]:
+        return await self._reset_cache(CacheKind.PREFIX, request)
 
-    async def reset_encoder_cache(self) -> dict[str, str]:
-        return {"message": "Request received, resetting encoder cache status: True"}
+    async def reset_encoder_cache(self, request: Request) -> dict[str, str]:
+        return await self._reset_cache(CacheKind.ENCODER, request)
 
-    async def reset_mm_cache(self) -> dict[str, str]:
-        return {"message": "Request received, resetting mm cache status: True"}
+    async def reset_mm_cache(self, request: Request) -> dict[str, str]:
+        return await self._reset_cache(CacheKind.MM, request)
+
+    async def _reset_cache(self, kind: CacheKind, request: Request) -> dict[str, str]:
+        given_up = threading.Event()
+        reset = asyncio.get_running_loop().run_in_executor(
+            self._resets, self._engine.reset_cache, kind, _SETTLE_TIMEOUT_S, given_up
+        )
+        reset.add_done_callback(_retrieve)
+        try:
+            while not (await asyncio.wait({reset}, timeout=_DISCONNECT_POLL_S))[0]:
+                if await request.is_disconnected():
+                    raise EngineUnavailable("the caller has gone; nothing is waited for")
+        finally:
+            given_up.set()
+        succeeded = await reset  # it has ended
+        return {"message": f"Request received, resetting {kind} cache status: {succeeded}"}
 
     async def close_communicator(self) -> dict[str, str]:
         await self._off_loop(self._rounds.close_receiver)
@@ -157,8 +179,12 @@ class _Routes:
             return {"message": "the round was given up", "state": self._service.state()}
         return proof.to_json()
 
-    async def abort(self) -> dict[str, int]:
-        return {"aborted": await self._off_loop(self._engine.abort)}
+    async def abort(self, request: Request) -> dict[str, int]:
+        wanted = AbortRequest.from_json(await _json(request))
+        if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
+            return {"aborted": 0}  # asked for before a round that has ended meanwhile
+        tickets = list(self._may_abort)
+        return {"aborted": await self._off_loop(lambda: self._engine.abort(tickets))}
 
     async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._control, call)
@@ -218,17 +244,6 @@ def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
         return JSONResponse(body, status)
 
     return answer
-
-
-def _bearer_check(api_key: str) -> Callable[[Request], None]:
-    expected = f"Bearer {api_key}".encode()
-
-    def check(request: Request) -> None:
-        given = request.headers.get("Authorization", "").encode()
-        if not secrets.compare_digest(given, expected):
-            raise HTTPException(401, "send the server's key as a bearer token")
-
-    return check
 
 
 async def _json(request: Request) -> Any:

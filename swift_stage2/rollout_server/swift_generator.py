@@ -6,10 +6,7 @@ one file of the server that knows ms-swift; errors of its templates leave it as 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ from transformers import (
 from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.request_images import decode_image
 from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
@@ -80,7 +78,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             SampleError: an image that is none, or a prompt that leaves no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
-        images = [_decode_image(image) for image in request.conversation.get("images", ())]
+        images = [decode_image(image) for image in request.conversation.get("images", ())]
         conversation = {**request.conversation, "images": images}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")
@@ -201,14 +199,3 @@ def _row_seed(request: GenerationRequest) -> int | None:
         return None
     text = json.dumps([request.seed, request.conversation], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _decode_image(data: Any) -> Image.Image:
-    """A base64 image, bare or as a data URL. Paths and addresses are never opened."""
-    try:
-        raw = base64.b64decode(str(data).rpartition(";base64,")[2], validate=True)
-        image = Image.open(io.BytesIO(raw))
-        image.load()
-    except (binascii.Error, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise SampleError(f"an image must be base64 of an image file: {error}") from error
-    return image if image.mode == "RGB" else image.convert("RGB")

@@ -12,19 +12,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
+from swift_stage2.batching import BatchQueue, Task
 from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_protocol import TensorSpec
-from swift_stage2.rollout_server.batching import BatchQueue, Task
 from swift_stage2.rollout_server.engine import (
+    CacheKind,
     EngineState,
     EngineStatus,
     GenerationRequest,
     InstalledWeights,
+    InstallFault,
     Ticket,
     WeightStamp,
 )
@@ -36,14 +37,6 @@ if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does 
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
-
-
-class InstallFault(StrEnum):
-    """Faults of the load that tests switch on, to see whether a proof shows them."""
-
-    NONE = "none"
-    SKIP_COPY = "skip_copy"
-    FLIP_ELEMENT = "flip_element"
 
 
 class TransformersRolloutEngine:
@@ -114,8 +107,8 @@ class TransformersRolloutEngine:
             self._encoders.submit(self._encode, job)
         return list(jobs)
 
-    def abort(self) -> int:
-        jobs = self._book.open_jobs()
+    def abort(self, tickets: Sequence[Ticket] | None = None) -> int:
+        jobs = [job for job in self._book.open_jobs() if tickets is None or job in tickets]
         for job in jobs:
             job.abort()
         for job in jobs:
@@ -123,8 +116,9 @@ class TransformersRolloutEngine:
                 self._finish_unstarted(job)
         return len(jobs)
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._book.settle(timeout_s)
+    def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
+        """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
+        return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
     def install(
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float

@@ -17,7 +17,7 @@ import torch
 from swift_stage2.collectives import WeightGroup
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_protocol import TensorSpec
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weight_checksum import all_finite, checksum_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +196,7 @@ def _describe(buckets: Sequence[Bucket], staging: StagingBuffers) -> ReceivedWei
         for entry in bucket.entries:
             tensors[entry.spec.name] = _view(flat[entry.start : entry.end], entry.spec)
     checksums = {name: checksum_tensor(tensor) for name, tensor in tensors.items()}
-    non_finite = tuple(
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    )
+    non_finite = tuple(name for name, tensor in tensors.items() if not all_finite(tensor))
     return ReceivedWeights(tensors, checksums, non_finite)
 
 

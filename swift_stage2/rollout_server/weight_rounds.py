@@ -61,6 +61,7 @@ class WeightRounds:
         self._lock = threading.Lock()
         self._round: _Round | None = None
         self._unproven = False
+        self._num_loading = 0  # loads that the engine is busy with, also of rounds that have ended
         self._num_admitted = 0
         self._last_proof: RoundProof | None = None
         self._staging = StagingBuffers()
@@ -72,7 +73,7 @@ class WeightRounds:
             self._expire()
             if self._round is not None:
                 return RoundState.ROUND_OPEN
-            return RoundState.UNPROVEN if self._unproven else RoundState.SERVING
+            return RoundState.UNPROVEN if self._is_unproven() else RoundState.SERVING
 
     @contextmanager
     def admission(self, round_id: str | None) -> Iterator[None]:
@@ -232,10 +233,14 @@ class WeightRounds:
                 )
         elif round_id is not None:
             raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not open")
-        elif self._unproven:
+        elif self._is_unproven():
             raise RoundRefused(
                 RefusalReason.UNPROVEN, "the model holds weights that no round has proven; run a sync round"
             )
+
+    def _is_unproven(self) -> bool:
+        """A round may end while the engine still loads for it: what the model holds then is anybody's guess."""
+        return self._unproven or self._num_loading > 0
 
     def _open_round(self) -> _Round:
         self._expire()
@@ -286,14 +291,17 @@ class WeightRounds:
         with self._lock:
             if self._round is not current:
                 raise RoundFailed("the round ended before its weights were loaded")
+            self._num_loading += 1
         remaining_s = max(0.1, current.end - self._clock())
         try:
             installed = self._engine.install(received.tensors, stamp, remaining_s)
-        except RoundFailed as error:
+        except BaseException as error:
             with self._lock:
-                self._unproven = self._unproven or error.torn
+                self._num_loading -= 1
+                self._unproven |= not isinstance(error, RoundFailed) or error.torn
             raise
         with self._lock:
+            self._num_loading -= 1
             current.received, current.installed = received, installed
             current.last_call = self._clock()
             if self._round is not current and self._engine.stamp == stamp:

@@ -1,0 +1,74 @@
+"""What every server process of ours does at its door: binds exactly, warns when it is open, checks the key.
+
+Used by the rollout server and the merger before they serve.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+from fastapi import HTTPException, Request
+
+from swift_stage2.errors import UserError
+
+_log = logging.getLogger(__name__)
+_LISTEN_BACKLOG = 128
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on exactly that address; port 0 takes any. Raises UserError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_LISTEN_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(f"the server cannot listen on {host}:{port}: {error}; choose a free port") from error
+    return listener
+
+
+def configure_logging() -> None:
+    """Handlers of our own: ms-swift silences the root logger's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("swift_stage2", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def warn_when_open(host: str, api_key: str | None) -> None:
+    """Logs a warning when others than this machine can reach ``host`` and no key is wanted."""
+    if api_key is None and not _is_loopback(host):
+        _log.warning(
+            "listening on %s without a key: whoever reaches this port can replace the weights; set the "
+            "variable named by --api-key-env, or listen on 127.0.0.1",
+            host,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bearer_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for routes that answers 401 unless the key comes as a bearer token."""
+    expected = f"Bearer {api_key}".encode()
+
+    # On the event loop: in a thread of the pool, a call could overtake the one that was read just before it.
+    async def check(request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, expected):
+            raise HTTPException(401, "send the server's key as a bearer token")
+
+    return check

@@ -1,0 +1,173 @@
+"""What ``swift-stage2 rollout`` was asked to do: where to listen, and which engine to build there.
+
+With ``--engine transformers`` every option is ours. With ``--engine vllm`` the options are those of ``swift rollout``:
+only what is needed before the model is read here, all else goes to ms-swift's own parser as it was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.engine import Engine
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
+
+if TYPE_CHECKING:
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+    from swift_stage2.rollout_server.vllm_generator import VllmGenerator
+
+_PROGRAM = "swift-stage2 rollout"
+_PURPOSE = "Serves rollouts of a model over HTTP."
+_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class LoadingEngine(Engine, Protocol):
+    """An engine that loads in the background from the moment it is made."""
+
+    def wait_loaded(self, timeout_s: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """One server to run. ``start_engine`` begins to load and returns at once."""
+
+    host: str
+    port: int  # 0 takes any free one
+    api_key: str | None
+    has_children: bool  # the engine starts processes of its own
+    start_engine: Callable[[], LoadingEngine]
+
+
+def parse_command(argv: Sequence[str] | None) -> ServerCommand:
+    """Reads the command line; ends the process as argparse does when it makes no sense.
+
+    Raises:
+        UserError: a model or a plugin that is not there.
+    """
+    first = argparse.ArgumentParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
+    first.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    chosen, rest = first.parse_known_args(argv)
+    return _vllm_command(rest) if chosen.engine == "vllm" else _transformers_command(rest)
+
+
+# --- transformers -------------------------------------------------------------------------------
+def _transformers_command(argv: Sequence[str]) -> ServerCommand:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_PURPOSE)
+    parser.add_argument("model", help="directory of the checkpoint to serve")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
+                        help="vllm takes the options of `swift rollout` instead")  # fmt: skip
+    parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
+    parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
+    parser.add_argument("--external-plugins", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max-batch-size", type=_positive, default=64)
+    parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
+    parser.add_argument("--api-key-env", default=_KEY_VARIABLE, metavar="NAME")
+    options = parser.parse_args(argv)
+    _require_checkpoint(options.model)
+    _require_plugins(options.external_plugins)
+    return ServerCommand(
+        host=options.host,
+        port=options.port,
+        api_key=os.environ.get(options.api_key_env) or None,
+        has_children=False,
+        start_engine=lambda: TransformersRolloutEngine(
+            _loader(options), model=options.model, max_batch_size=options.max_batch_size
+        ),
+    )
+
+
+def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
+    def load() -> SwiftGenerator:
+        if options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        from swift_stage2.rollout_server.swift_generator import SwiftGenerator, import_external_file
+
+        for plugin in options.external_plugins:
+            import_external_file(plugin)
+        given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
+        if options.torch_dtype != "auto":
+            given["torch_dtype"] = getattr(torch, options.torch_dtype)
+        return SwiftGenerator(options.model, device_map=options.device, **given)
+
+    return load
+
+
+# --- vllm ---------------------------------------------------------------------------------------
+def _vllm_command(argv: Sequence[str]) -> ServerCommand:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} --engine vllm",
+        description=f"{_PURPOSE} All other options are those of `swift rollout`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", help="directory or id; may also be the first argument, without --model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
+    parser.add_argument("--api-key-env", "--api_key_env", default=_KEY_VARIABLE, metavar="NAME")
+    parser.add_argument("--external_plugins", "--external-plugins", nargs="*", default=[], metavar="FILE")
+    leading = argv[0] if argv and not argv[0].startswith("-") else None
+    options, rest = parser.parse_known_args(argv[1:] if leading is not None else argv)
+    model = options.model or leading
+    if not model:
+        raise UserError("a model must be named, got none; write --model DIR")
+    if options.model and leading:
+        raise UserError(
+            f"exactly one model must be named, got model={options.model!r} and {leading!r}; write --model"
+        )
+    if not _HUB_ID.fullmatch(model) or Path(model).exists():
+        _require_checkpoint(model)
+    _require_plugins(options.external_plugins)
+    plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
+    swift_argv = ["--model", model, *plugins, *rest]
+
+    return ServerCommand(
+        host=options.host,
+        port=options.port,
+        api_key=options.api_key or os.environ.get(options.api_key_env) or None,
+        has_children=True,
+        start_engine=lambda: VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model),
+    )
+
+
+def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
+    """What builds ms-swift's engine for these arguments of ``swift rollout``."""
+
+    def build() -> VllmGenerator:
+        from swift_stage2.rollout_server.vllm_generator import build_generator
+
+        return build_generator(swift_argv)
+
+    return build
+
+
+# --- both ---------------------------------------------------------------------------------------
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _require_checkpoint(model: str) -> None:
+    if not (Path(model) / "config.json").is_file():
+        raise UserError(f"the model must be a checkpoint directory with a config.json, got model={model}")
+
+
+def _require_plugins(plugins: Sequence[str]) -> None:
+    for plugin in plugins:
+        if not Path(plugin).is_file():
+            raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")

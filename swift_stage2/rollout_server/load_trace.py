@@ -1,0 +1,129 @@
+"""Watches a model load new weights, and afterwards compares what it holds with what it was given.
+
+Engines fuse parameters (q, k and v in one; gate and up in one) and cut them over ranks, so a parameter's checksum
+cannot be compared by name. This records every copy out of the given tensors while the model's own loader runs;
+read back, each copy's destination shows the bytes of one piece of one tensor where the model now keeps it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swift_stage2.weight_checksum import checksum_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one tensor (offset, shape and stride count its elements), as given and as held now."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    given: str
+    held: str  # checksums
+
+
+class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies while it is entered. ``drop_copies`` makes the load a load of nothing (a test's fault)."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], *, drop_copies: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = dict(weights)
+        spans = sorted((tensor.data_ptr(), name) for name, tensor in weights.items() if tensor.numel())
+        self._starts = [start for start, _ in spans]
+        self._names = [name for _, name in spans]
+        self._drop_copies = drop_copies
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name = self._owner(source)
+            if name is not None:
+                self._copies.append((name, target, source))
+                if self._drop_copies:
+                    return target
+        return func(*args, **(kwargs or {}))
+
+    def pieces(self, parameters: Sequence[torch.Tensor]) -> list[Piece]:
+        """What was copied into storage that the model's parameters still use, checksums taken now."""
+        in_use = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        return [
+            Piece(
+                name=name,
+                offset=(source.data_ptr() - self._weights[name].data_ptr()) // source.element_size(),
+                shape=tuple(source.shape),
+                stride=tuple(source.stride()),
+                given=checksum_tensor(source.expand(target.shape).to(target.dtype)),
+                held=checksum_tensor(target),
+            )
+            for name, target, source in self._copies
+            if target.untyped_storage().data_ptr() in in_use
+        ]
+
+    def untouched(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """Parameters into whose storage nothing was copied."""
+        touched = {target.untyped_storage().data_ptr() for _, target, _ in self._copies}
+        return [
+            name
+            for name, parameter in parameters.items()
+            if parameter.numel() and parameter.untyped_storage().data_ptr() not in touched
+        ]
+
+    def _owner(self, source: torch.Tensor) -> str | None:
+        """The given tensor that ``source`` is a view of."""
+        if not isinstance(source, torch.Tensor) or source.device.type != "cpu" or not source.numel():
+            return None
+        address = source.data_ptr()
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        tensor = self._weights[self._names[index]]
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        return self._names[index] if address < end else None
+
+
+def resident_checksums(
+    shapes: Mapping[str, Sequence[int]], read: Mapping[str, str], pieces: Sequence[Piece]
+) -> dict[str, str]:
+    """Checksum by name of what the model holds of each tensor; a tensor that is not traced whole is left out.
+
+    ``read`` holds the checksums of the tensors as the loader was given them. A tensor copied whole has its own
+    resident checksum. One that was cut (over ranks), or is held in another dtype, is told as ``read`` says
+    once every piece is held as given and the pieces together cover it; else by its first wrong piece.
+    """
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    return {
+        name: checksum
+        for name, checksum_given in read.items()
+        if (checksum := _resident(shapes[name], checksum_given, by_name.get(name, []))) is not None
+    }
+
+
+def _resident(shape: Sequence[int], given: str, pieces: Sequence[Piece]) -> str | None:
+    num_elements = 1
+    for size in shape:
+        num_elements *= size
+    if num_elements == 0:
+        return given
+    wrong = next((piece for piece in pieces if piece.held != piece.given), None)
+    if wrong is not None:
+        return wrong.held
+    whole = [piece for piece in pieces if piece.shape == tuple(shape) and piece.offset == 0]
+    if whole:
+        return given if len(whole) < len(pieces) or whole[0].given != given else whole[0].held
+    covered = torch.zeros(num_elements, dtype=torch.bool)
+    for piece in pieces:
+        covered.as_strided(piece.shape, piece.stride, piece.offset).fill_(True)
+    return given if bool(covered.all()) else None

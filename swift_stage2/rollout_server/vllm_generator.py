@@ -1,0 +1,199 @@
+"""ms-swift's vLLM engine of ``swift rollout``, asynchronous, with workers that can say what they loaded.
+
+Encoding, sampling parameters, stop words and the reply's records are ms-swift's own code, so that a request means
+here what it means to the stock server. Lives on the engine thread's event loop. Knows ms-swift and vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.errors import UserError
+from swift_stage2.rollout_protocol import Completion, TensorSpec
+from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
+from swift_stage2.rollout_server.request_images import decode_image
+from swift_stage2.rollout_server.shared_staging import StagedWeights
+
+declare_operators()  # before the first import of ms-swift, which imports torchvision
+
+from swift.arguments import RolloutArguments  # noqa: E402
+from swift.infer_engine import GRPOVllmEngine, RequestConfig  # noqa: E402
+from swift.infer_engine.protocol import RolloutInferRequest  # noqa: E402
+from swift.utils import get_seed  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
+
+from swift_stage2.rollout_server.checkpoint_manifest import checkpoint_manifest  # noqa: E402
+from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
+
+__all__ = ["AbortedBeforeStart", "EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
+
+_WORKER_EXTENSION = "swift_stage2.rollout_server.vllm_worker.StagedWeightsExtension"
+
+
+class AbortedBeforeStart(Exception):
+    """The request was aborted while it was encoded; vLLM has never seen it."""
+
+
+@dataclass
+class ServerArguments(RolloutArguments):  # type: ignore[misc]
+    """The arguments of ``swift rollout``. Where there is no accelerator, none are counted."""
+
+    def __post_init__(self) -> None:
+        self.vllm_use_async_engine = True
+        super().__post_init__()
+
+    def _check_device_count(self) -> None:
+        if torch.accelerator.is_available():
+            super()._check_device_count()
+
+
+def build_generator(argv: Sequence[str]) -> VllmGenerator:
+    """The engine for the command line of ``swift rollout``; blocks until the model is loaded.
+
+    Raises:
+        UserError: arguments that ms-swift refuses, or that this server does not serve.
+    """
+    arguments = parse_swift_arguments(argv, ServerArguments, where="the arguments of --engine vllm")
+    _refuse_unserved(arguments)
+    engine_kwargs = {
+        **(arguments.vllm_engine_kwargs or {}),
+        "worker_extension_cls": _WORKER_EXTENSION,
+    }
+    options = {
+        **arguments.get_vllm_engine_kwargs(),
+        "model_id_or_path": arguments.model,
+        "model_type": arguments.model_type,
+        "revision": arguments.model_revision,
+        "torch_dtype": arguments.torch_dtype,
+        "template": arguments.get_template(),
+        "seed": get_seed(),
+        # As the stock server: log-probabilities after temperature and the other warpers.
+        "logprobs_mode": "processed_logprobs",
+        "load_format": engine_kwargs.pop("load_format", "auto"),
+        "engine_kwargs": engine_kwargs,
+    }
+    return VllmGenerator(**options)
+
+
+def _refuse_unserved(arguments: Any) -> None:
+    refused = {
+        "vllm_data_parallel_size": (arguments.vllm_data_parallel_size, 1, "start one server per replica"),
+        "vllm_enable_lora": (arguments.vllm_enable_lora, False, "a round pushes merged weights"),
+        "adapters": (arguments.adapters, [], "a round pushes merged weights"),
+        "multi_turn_scheduler": (arguments.multi_turn_scheduler, None, "use swift rollout for it"),
+        "use_gym_env": (arguments.use_gym_env, False, "use swift rollout for it"),
+    }
+    for name, (value, only, remedy) in refused.items():
+        if value != only:
+            raise UserError(f"--engine vllm serves {name}={only} only, got {name}={value}; {remedy}")
+
+
+class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
+    """One model in vLLM's own processes. Its coroutines run on the loop on which it was built."""
+
+    @property
+    def is_dead(self) -> bool:
+        """True once vLLM's core or a worker has died."""
+        return bool(self.engine.errored)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM holds now, waiting in its scheduler or computed."""
+        return int(self.engine.get_num_unfinished_requests())
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """The checkpoint's own names and shapes, in the dtype that vLLM holds them in."""
+        info = self.model_info
+        return checkpoint_manifest(info.model_dir, info.model_type, self.engine.model_config.dtype)
+
+    async def answer(
+        self, request: GenerationRequest, request_id: str, stamp: WeightStamp, is_aborted: Callable[[], bool]
+    ) -> Completion:
+        """Generates one completion.
+
+        Raises:
+            AbortedBeforeStart: ``is_aborted`` was true when the request had been encoded.
+            SampleError: an image that is none.
+            EngineDeadError: vLLM's processes have died.
+            Exception: whatever ms-swift's template or vLLM raises on a request it cannot take.
+        """
+
+        def before_start(arguments: dict[str, Any]) -> dict[str, Any]:
+            if is_aborted():
+                raise AbortedBeforeStart
+            arguments["generation_config"].output_kind = RequestOutputKind.FINAL_ONLY
+            return arguments
+
+        images = [decode_image(image) for image in request.conversation.get("images", ())]
+        wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
+        response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
+        choice = response.choices[0]
+        return Completion(
+            text=choice.message.content,
+            token_ids=tuple(choice.token_ids),
+            finish_reason=choice.finish_reason,
+            prompt_token_ids=tuple(response.prompt_token_ids),
+            images_size=tuple((width, height) for width, height in response.images_size or ()),
+            log_probs=_log_probs(choice.logprobs) if request.with_log_probs else None,
+            weight_version=stamp.version,
+            run_id=stamp.run_id,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its completion says ``abort``. Does nothing to one that vLLM does not hold."""
+        await self.engine.abort(request_id)
+
+    async def load_weights(self, staged: StagedWeights, fault: str) -> list[dict[str, Any]]:
+        """What every worker reports of the load, see ``StagedWeightsExtension``."""
+        arguments = (staged.path, staged.num_bytes, staged.layout, fault)
+        reports: list[dict[str, Any]] = await self.engine.collective_rpc(
+            "stage2_load_weights", args=arguments
+        )
+        return reports
+
+    async def reset_cache(self, kind: CacheKind) -> bool:
+        """False when vLLM could not, because a request still uses the cache."""
+        if kind is CacheKind.PREFIX:
+            return bool(await self.engine.reset_prefix_cache())
+        if kind is CacheKind.ENCODER:
+            await self.engine.reset_encoder_cache()
+        else:
+            await self.engine.reset_mm_cache()
+        return True
+
+    def shut_down(self, timeout_s: float) -> None:
+        """Ends vLLM's processes."""
+        self.engine.shutdown(timeout=timeout_s)
+
+
+def request_failure(error: Exception) -> Exception:
+    """The cause that vLLM wraps."""
+    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
+def _request_config(request: GenerationRequest) -> RequestConfig:
+    sampling = request.sampling
+    options = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": request.max_new_tokens,
+        "seed": request.seed,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return RequestConfig(
+        **given, stop=list(sampling.stop), logprobs=request.with_log_probs, return_details=True
+    )
+
+
+def _log_probs(record: dict[str, Any] | None) -> tuple[float, ...]:
+    return tuple(float(entry["logprob"]) for entry in record["content"]) if record else ()

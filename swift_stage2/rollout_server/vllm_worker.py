@@ -1,0 +1,64 @@
+"""What vLLM's worker processes do for our server: load staged weights, and say what they then hold.
+
+Named to vLLM as ``worker_extension_cls``; imported in the workers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
+from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
+
+from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.load_trace import LoadTrace
+from swift_stage2.rollout_server.shared_staging import LayoutEntry, open_staged
+from swift_stage2.weight_checksum import checksum_tensor
+
+_MAX_SHOWN = 5
+
+
+class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
+    """ms-swift's extension with a load that reports. vLLM mixes it into its worker class."""
+
+    def stage2_load_weights(
+        self, path: str, num_bytes: int, layout: list[LayoutEntry], fault: str
+    ) -> dict[str, Any]:
+        """Loads all staged tensors in one call, finishes them, and reads back what is resident.
+
+        Returns:
+            ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``Piece`` fields of
+            every part that the model now holds.
+
+        Raises:
+            RuntimeError: a parameter of the model was left out.
+            Exception: whatever vLLM's loader raises.
+        """
+        model = self.model_runner.model
+        weights = open_staged(path, num_bytes, layout)
+        read = {name: checksum_tensor(tensor) for name, tensor in weights.items()}
+        patch_vllm_moe_model_weight_loader(model)
+        trace = LoadTrace(weights, drop_copies=fault == InstallFault.SKIP_COPY)
+        with torch.no_grad():
+            with trace:
+                model.load_weights(weights=list(weights.items()))
+            finish_vllm_weight_reload(
+                model, model_config=self.model_runner.model_config, target_device=self.device, strict=True
+            )
+            if fault == InstallFault.FLIP_ELEMENT:
+                next(model.parameters()).data.view(-1)[0] += 1
+        parameters = dict(model.named_parameters())
+        left_out = trace.untouched(parameters)
+        if left_out:
+            raise RuntimeError(
+                f"a push must reach every parameter of the engine, got num_left_out={len(left_out)}: "
+                f"{', '.join(left_out[:_MAX_SHOWN])}"
+            )
+        pieces = trace.pieces(list(parameters.values()))
+        return {"read": read, "pieces": [_plain(astuple(piece)) for piece in pieces]}
+
+
+def _plain(fields: tuple[Any, ...]) -> list[Any]:
+    return [list(item) if isinstance(item, tuple) else item for item in fields]
