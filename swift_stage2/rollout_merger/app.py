@@ -1,0 +1,145 @@
+"""``swift-stage2 merge``: one process in front of one stock server, on the server's own machine.
+
+The port is bound first and is never another one. SIGTERM cuts what runs, so that callers hear at once, and ends
+within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from swift_stage2.errors import UserError
+from swift_stage2.http_listener import bind, configure_logging, warn_when_open
+from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.merged_post import SeedLayout
+from swift_stage2.rollout_merger.routes import create_app
+from swift_stage2.rollout_merger.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+_EXIT_USER_ERROR = 2
+_GRACE_S = 5
+_KEEP_ALIVE_S = 120
+_MAX_REQUESTS_PER_POST = 4096  # room that every rank leaves behind each of its seeds
+
+
+class MergerServer(uvicorn.Server):
+    """uvicorn that fails what waits before it waits for open connections."""
+
+    def __init__(self, dispatcher: Dispatcher, api_key: str | None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(dispatcher, api_key),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._dispatcher = dispatcher
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._dispatcher.close(_GRACE_S)
+        await super().shutdown(sockets)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the merger. Exit status: 0 after SIGTERM or Ctrl-C, 2 for a mistake of the user."""
+    arguments = _parse(argv)
+    try:
+        _check_upstream(arguments)
+        listener = bind(arguments.host, arguments.port)
+    except UserError as error:
+        print(f"swift-stage2 merge: {error}", file=sys.stderr)
+        return _EXIT_USER_ERROR
+    configure_logging()
+    api_key = os.environ.get(arguments.api_key_env) or None
+    warn_when_open(arguments.host, api_key)
+    upstream = Upstream(arguments.upstream, api_key=api_key, timeout_s=arguments.upstream_timeout_s)
+    layout = SeedLayout(arguments.data_parallel_size, arguments.async_engine)
+    dispatcher = Dispatcher(
+        upstream,
+        max_batch_size=arguments.max_batch_size,
+        layout=layout,
+        needs_weights=arguments.needs_weights,
+    )
+    server = MergerServer(dispatcher, api_key)
+    host, port = listener.getsockname()[:2]
+    _log.info("merging calls to %s on http://%s:%s", upstream.base_url, host, port)
+    dispatcher.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again when it has shut down; the exit status stays ours.
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="swift-stage2 merge", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--upstream", required=True, metavar="URL", help="base URL of the stock server")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=9000, help="0 takes any free port")
+    parser.add_argument("--max-batch-size", type=_batch_size, default=64, help="requests of one POST at most")
+    parser.add_argument(
+        "--upstream-timeout-s",
+        type=_seconds,
+        default=600.0,
+        help="deadline of one call to the server; longer than rollout.request_timeout_s",
+    )
+    parser.add_argument(
+        "--data-parallel-size", type=_positive, default=1, help="the server's --vllm_data_parallel_size"
+    )
+    parser.add_argument("--async-engine", action="store_true", help="the server's --vllm_use_async_engine")
+    parser.add_argument(
+        "--needs-weights",
+        action="store_true",
+        help="the server was started again: refuse /infer/ until a caller has loaded weights",
+    )
+    parser.add_argument("--api-key-env", default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _batch_size(text: str) -> int:
+    number = _positive(text)
+    if number > _MAX_REQUESTS_PER_POST:
+        raise argparse.ArgumentTypeError(f"must be at most {_MAX_REQUESTS_PER_POST}, got {number}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number) or number <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return number
+
+
+def _check_upstream(arguments: argparse.Namespace) -> None:
+    try:
+        parts = urlsplit(arguments.upstream)
+        port = parts.port
+    except ValueError as error:
+        raise UserError(f"--upstream must be a URL, got {arguments.upstream!r} ({error})") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise UserError(
+            f"--upstream must hold scheme, host and port only, got {arguments.upstream!r}; "
+            "write it like http://127.0.0.1:8000"
+        )
+    if parts.hostname == arguments.host and port == arguments.port:
+        raise UserError(f"the merger needs a port of its own, got {port} for both; change --port")

@@ -1,0 +1,328 @@
+"""One thread that talks to the server, because the server does one thing at a time: merged POSTs and control calls.
+
+Everything leaves in the order of arrival: a control call after all that was queued before it, a part together with
+later ones of its kind but never past a control call. What nobody waits for any more is never posted. The merger
+calls the server only for a caller: nothing of its own can meet a sync round.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.batching import BatchQueue, Task
+from swift_stage2.errors import EngineUnavailable, ProtocolError, UpstreamLost, UpstreamTimeout
+from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, split
+from swift_stage2.rollout_merger.upstream import Reply, Upstream
+
+_log = logging.getLogger(__name__)
+_OK = 200
+_POSTS_REMEMBERED = 8
+# A caller that ends may not wait for it; what it closes must be closed all the same.
+_POSTED_WITHOUT_CALLER = frozenset({protocol.CLOSE_COMMUNICATOR})
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One caller's ``/infer/`` call."""
+
+    body: InferBody
+    future: Future[Reply] = field(default_factory=Future)
+    is_forgotten: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.body.key
+
+
+@dataclass(eq=False, slots=True)
+class ControlCall:
+    """Any other call, passed on as it came."""
+
+    method: str
+    path: str
+    body: bytes
+    future: Future[Reply] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class LastCall:
+    """How the latest call to the server ended."""
+
+    path: str
+    answered: bool
+    detail: str
+    ended: float  # monotonic seconds
+
+
+class _NoWeights(UpstreamLost):
+    """The merger's own refusal, told to callers as the loss that it comes from."""
+
+
+class Dispatcher:
+    """The queue in front of one server, and the thread that empties it.
+
+    A server that was lost after it had answered may have been started again with other weights, which a stock
+    server does not tell. So all that was queued fails, and ``/infer/`` is refused until a caller has loaded weights.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        max_batch_size: int,
+        layout: SeedLayout,
+        needs_weights: bool = False,
+        gather_s: float = 0.004,
+        longest_gather_s: float = 0.25,
+        return_share: float = 0.1,
+    ) -> None:
+        """A POST waits ``return_share`` of the last one's duration, within the two bounds, for its callers to return.
+
+        Without that a caller that comes back a moment late is a POST behind for ever: small POSTs alternate with
+        large ones. Once as many callers are there as at most during the last POSTs, nothing is waited for.
+        ``needs_weights``: the server has just been started again; nobody has loaded weights into it yet.
+        """
+        self._num_callers: deque[int] = deque(maxlen=_POSTS_REMEMBERED)
+        self._gather_bounds_s = (gather_s, max(gather_s, longest_gather_s))
+        self._return_share = return_share
+        self._upstream = upstream
+        self._layout = layout
+        self._queue: BatchQueue[Part] = BatchQueue(
+            max_batch_size=max_batch_size, gather_s=gather_s, size_of=lambda part: part.body.num_requests
+        )
+        self._lock = threading.Lock()
+        self._waiting_control: dict[ControlCall, Future[Any]] = {}
+        self._last: LastCall | None = None
+        self._running: tuple[str, int] | None = None
+        self._has_answered = False
+        self._needs_weights = needs_weights
+        self._is_lost = False  # since the latest answer
+        self._num_posts = 0
+        self._num_requests = 0
+        self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def infer(self, body: InferBody) -> Part:
+        """Queues a part. Its future holds the reply, or raises UpstreamLost or UpstreamTimeout.
+
+        Raises:
+            UpstreamLost: the server has had no weights since it was lost, or the merger ends.
+        """
+        part = Part(body)
+        self._refuse_without_weights()
+        try:
+            self._queue.put(part)
+        except EngineUnavailable as error:
+            raise UpstreamLost("the merger ends") from error
+        return part
+
+    def control(self, method: str, path: str, body: bytes) -> ControlCall:
+        """Queues any other call; its future is as a part's.
+
+        Raises:
+            UpstreamLost: the merger ends.
+        """
+        call = ControlCall(method, path, body)
+        with self._lock:
+            try:
+                self._waiting_control[call] = self._queue.put_task(lambda: self._control(call))
+            except EngineUnavailable as error:
+                raise UpstreamLost("the merger ends") from error
+        return call
+
+    def forget(self, item: Part | ControlCall) -> None:
+        """Nobody waits for it any more: it is not posted unless it has been already."""
+        if isinstance(item, Part) or item.path not in _POSTED_WITHOUT_CALLER:
+            item.future.cancel()
+        if isinstance(item, Part):
+            item.is_forgotten = True
+            self._queue.remove(item)
+
+    def health(self) -> dict[str, Any]:
+        """What the server did last, and what waits; never waits for the server."""
+        with self._lock:
+            last, running = self._last, self._running
+            return {
+                "status": self._status(),
+                "upstream": self._upstream.base_url,
+                "last_call": last
+                and {
+                    "path": last.path,
+                    "answered": last.answered,
+                    "detail": last.detail,
+                    "seconds_ago": round(time.monotonic() - last.ended, 3),
+                },
+                "running": running and {"path": running[0], "num_requests": running[1]},
+                "num_waiting": len(self._queue),
+                "num_waiting_control": len(self._waiting_control),
+                "num_posts": self._num_posts,
+                "num_requests": self._num_requests,
+            }
+
+    def close(self, timeout_s: float) -> bool:
+        """Fails what waits, cuts what runs, ends the thread; False if it is still there after ``timeout_s``."""
+        left = self._queue.close()
+        self._upstream.end()
+        self._fail(left, UpstreamLost("the merger ends"))
+        if self._thread.ident is not None:
+            self._thread.join(timeout=timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._upstream.close()
+        return True
+
+    def _run(self) -> None:
+        while (taken := self._queue.take()) is not None:
+            if isinstance(taken, Task):
+                taken.call()
+                continue
+            parts = [part for part in taken if part.future.set_running_or_notify_cancel()]
+            if not parts:
+                continue
+            started = time.monotonic()
+            try:
+                self._infer(parts)
+            except Exception as error:  # top of the thread: its end would leave every caller waiting
+                _log.exception("a merged POST failed in the merger itself")
+                for part in parts:
+                    if not part.future.done():
+                        part.future.set_exception(error)
+            self._expect_return(len(parts), time.monotonic() - started)
+
+    def _expect_return(self, num_parts: int, seconds: float) -> None:
+        shortest_s, longest_s = self._gather_bounds_s
+        gather_s = min(longest_s, max(shortest_s, self._return_share * seconds))
+        self._num_callers.append(num_parts + len(self._queue))
+        self._queue.set_patience(gather_s, max(self._num_callers))
+
+    def _infer(self, parts: Sequence[Part]) -> None:
+        """One POST for all; after an error answer one for each, so that only the one at fault sees an error."""
+        try:
+            self._refuse_without_weights()
+            replies = self._post(parts)
+        except (UpstreamLost, UpstreamTimeout) as error:
+            self._break(parts, error)
+            return
+        if replies is not None:
+            for part, reply in zip(parts, replies, strict=True):
+                part.future.set_result(reply)
+            return
+        for number, part in enumerate(parts):
+            if part.is_forgotten:
+                part.future.set_exception(UpstreamLost("the caller has gone"))
+                continue
+            try:
+                alone = self._post([part])
+                assert alone is not None  # a single part gets whatever the server says
+                part.future.set_result(alone[0])
+            except (UpstreamLost, UpstreamTimeout) as error:
+                self._break(parts[number:], error)
+                return
+
+    def _post(self, parts: Sequence[Part]) -> list[Reply] | None:
+        """A reply for each part; None when the server has no good answer to all of them together."""
+        bodies = [part.body for part in parts]
+        reply = self._call("POST", protocol.INFER, merge(bodies), sum(body.num_requests for body in bodies))
+        if reply.status == _OK:
+            try:
+                return [Reply(_OK, body) for body in split(reply.body, bodies, self._layout)]
+            except ProtocolError as error:
+                reply = Reply(500, json.dumps({"detail": str(error)}).encode())
+        if len(parts) == 1:
+            return [reply]
+        _log.info("%d parts are asked one by one: status %d for all together", len(parts), reply.status)
+        return None
+
+    def _control(self, call: ControlCall) -> None:
+        with self._lock:
+            self._waiting_control.pop(call, None)
+        if not call.future.set_running_or_notify_cancel():
+            return
+        try:
+            if call.path == protocol.INFER:  # one that cannot be merged
+                self._refuse_without_weights()
+            reply = self._call(call.method, call.path, call.body, 0)
+        except (UpstreamLost, UpstreamTimeout) as error:
+            self._break([call], error)
+            return
+        except Exception as error:  # inside the one thread: its end would leave every caller waiting
+            _log.exception("%s failed in the merger itself", call.path)
+            call.future.set_exception(error)
+            return
+        if call.path == protocol.PROCESS_WEIGHTS and reply.status == _OK:
+            with self._lock:
+                self._needs_weights = False
+        call.future.set_result(reply)
+
+    def _call(self, method: str, path: str, body: bytes, num_requests: int) -> Reply:
+        with self._lock:
+            self._running = (path, num_requests)
+            self._num_posts += num_requests > 0
+            self._num_requests += num_requests
+        answered, detail = False, ""
+        try:
+            reply = self._upstream.call(method, path, body)
+            answered, detail = True, f"status {reply.status}"
+            return reply
+        except (UpstreamLost, UpstreamTimeout) as error:
+            detail = str(error)
+            raise
+        finally:
+            with self._lock:
+                self._running = None
+                self._last = LastCall(path, answered, detail, time.monotonic())
+                self._has_answered |= answered
+                self._is_lost &= not answered
+
+    def _break(self, items: Sequence[Part | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
+        """What was lost is lost for all that was meant for the lost server, not only for what it was doing."""
+        if isinstance(error, _NoWeights):
+            pass  # refused here: the server itself is there, and a round's own calls may wait behind this one
+        elif isinstance(error, UpstreamLost):
+            with self._lock:
+                is_news, self._is_lost = not self._is_lost, True
+                self._needs_weights |= self._has_answered
+            if is_news:
+                _log.warning("the server is lost, or not there yet: %s", error)
+            self._fail(self._queue.clear(), error)
+        else:
+            _log.warning("%s", error)
+        for item in items:
+            item.future.set_exception(error)
+
+    def _fail(self, left: Sequence[Part | Task], error: Exception) -> None:
+        with self._lock:
+            tasks = {item.future for item in left if isinstance(item, Task)}
+            calls = [call for call, future in self._waiting_control.items() if future in tasks]
+            for call in calls:
+                del self._waiting_control[call]
+        items: list[Part | ControlCall] = [item for item in left if isinstance(item, Part)]
+        for item in items + calls:
+            if item.future.set_running_or_notify_cancel():
+                item.future.set_exception(error)
+
+    def _refuse_without_weights(self) -> None:
+        with self._lock:
+            if self._needs_weights:
+                raise _NoWeights(
+                    "the server was lost and may hold other weights since; it is asked again after a sync round"
+                )
+
+    def _status(self) -> str:
+        if self._last is None:
+            return "needs_weights" if self._needs_weights else "untried"
+        if not self._last.answered:
+            return "lost"
+        return "needs_weights" if self._needs_weights else "ok"

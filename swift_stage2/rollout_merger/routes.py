@@ -1,0 +1,148 @@
+"""The paths of stock ``swift rollout``: each call is queued as it came, and its answer goes back as it came.
+
+Decides nothing but who is still there: a caller that closes its connection is forgotten. Statuses of its own:
+502 the server behind is lost, 504 it did not answer in time, 408 a body that did not arrive in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import UpstreamLost, UpstreamTimeout
+from swift_stage2.http_listener import bearer_check
+from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
+from swift_stage2.rollout_merger.merged_post import parse_infer_body
+from swift_stage2.rollout_merger.upstream import Reply
+
+_UPLOAD_TIMEOUT_S = 60.0
+_LOOK_S = 60.0  # how often a wait is taken up again; it ends with the call or with its caller
+
+GET_PATHS = (protocol.WORLD_SIZE, protocol.STATE_KEYS)
+POST_PATHS = (
+    protocol.ENGINE_TYPE,
+    protocol.INIT_COMMUNICATOR,
+    protocol.UPDATE_FLATTENED_PARAMS,
+    protocol.UPDATE_NAMED_PARAM,
+    "/update_adapter_flattened_param/",
+    "/update_adapter_param/",
+    protocol.PROCESS_WEIGHTS,
+    protocol.RESET_PREFIX_CACHE,
+    protocol.RESET_ENCODER_CACHE,
+    protocol.RESET_MM_CACHE,
+    protocol.CLOSE_COMMUNICATOR,
+)
+
+
+def create_app(
+    dispatcher: Dispatcher, api_key: str | None = None, *, upload_timeout_s: float = _UPLOAD_TIMEOUT_S
+) -> FastAPI:
+    """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    routes = _Routes(dispatcher, upload_timeout_s)
+    router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
+    router.add_api_route(protocol.INFER, routes.infer, methods=["POST"], response_model=None)
+    for paths, method in ((GET_PATHS, "GET"), (POST_PATHS, "POST")):
+        for path in paths:
+            router.add_api_route(path, routes.control, methods=[method], response_model=None)
+    app.include_router(router)
+    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
+        app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
+    return app
+
+
+class _Routes:
+    def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._upload_timeout_s = upload_timeout_s
+        self._uploads: set[asyncio.Future[None]] = set()
+
+    async def health(self) -> JSONResponse:
+        body = self._dispatcher.health()
+        return JSONResponse(body, 200 if body["status"] in ("ok", "untried") else 503)
+
+    async def infer(self, request: Request) -> Response:
+        arrival = asyncio.get_running_loop().create_future()
+        self._uploads.add(arrival)
+        try:
+            raw = await asyncio.wait_for(request.body(), self._upload_timeout_s)
+            item = self._queue(request, raw)
+        except TimeoutError:
+            return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
+        except UpstreamLost as error:
+            return _refusal(502, str(error))
+        except ClientDisconnect:
+            return Response(status_code=408)  # nobody reads it
+        finally:
+            self._uploads.discard(arrival)
+            arrival.set_result(None)
+        return await self._answer(item, request)
+
+    async def control(self, request: Request) -> Response:
+        # What began to arrive before this call is queued before it: its caller may have given up meanwhile,
+        # and counts on this call to come back only when nothing of it can start any more.
+        earlier = tuple(self._uploads)
+        try:
+            raw = await asyncio.wait_for(request.body(), self._upload_timeout_s)
+            if earlier:
+                await asyncio.wait(earlier, timeout=self._upload_timeout_s)
+            item = self._dispatcher.control(request.method, request.url.path, raw)
+        except TimeoutError:
+            return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
+        except UpstreamLost as error:
+            return _refusal(502, str(error))
+        except ClientDisconnect:
+            return Response(status_code=408)  # nobody reads it
+        return await self._answer(item, request)
+
+    def _queue(self, request: Request, raw: bytes) -> Part | ControlCall:
+        body = parse_infer_body(raw)
+        if body is None:
+            return self._dispatcher.control("POST", protocol.INFER, raw)
+        return self._dispatcher.infer(body)
+
+    async def _answer(self, item: Part | ControlCall, request: Request) -> Response:
+        answer = asyncio.wrap_future(item.future)
+        answer.add_done_callback(_retrieve)
+        gone = asyncio.ensure_future(_until_gone(request.receive))
+        try:
+            waiting: set[asyncio.Future[object]] = {answer, gone}  # type: ignore[arg-type]
+            while not answer.done() and not gone.done():
+                await asyncio.wait(waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._dispatcher.forget(item)
+                return Response(status_code=408)  # nobody reads it
+            reply = item.future.result(timeout=0)
+        except UpstreamLost as error:
+            return _refusal(502, str(error))
+        except UpstreamTimeout as error:
+            return _refusal(504, str(error))
+        finally:
+            gone.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await gone
+        return Response(reply.body, reply.status, media_type=reply.content_type)
+
+
+async def _until_gone(receive: Callable[[], Awaitable[object]]) -> None:
+    """Returns when the caller has closed its connection."""
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message.get("type") == "http.disconnect":
+            return
+
+
+def _retrieve(future: asyncio.Future[Reply]) -> None:
+    """Looks at the end of a call that nobody waits for any more: asyncio logs a traceback otherwise."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _refusal(status: int, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status)
