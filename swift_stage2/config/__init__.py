@@ -2,6 +2,7 @@
 
 yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
+inequality  one rule between numbers, refused or shown with the numbers put in
 stage2_ab   rollout   launch      the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
 root        Stage2Config, the rules between sections, ``load_config``
@@ -9,7 +10,15 @@ root        Stage2Config, the rules between sections, ``load_config``
 
 from __future__ import annotations
 
-from swift_stage2.config.launch import LaunchConfig, LearnerProcess, ServerEngine, ServerProcess
+from swift_stage2.config.inequality import Inequality
+from swift_stage2.config.launch import (
+    LaunchConfig,
+    LearnerProcess,
+    RestartConfig,
+    RestartPolicy,
+    ServerEngine,
+    ServerProcess,
+)
 from swift_stage2.config.rollout import (
     DecodingConfig,
     OnPending,
@@ -39,6 +48,7 @@ __all__ = [
     "ChannelBConfig",
     "DecodingConfig",
     "Dialect",
+    "Inequality",
     "LaunchConfig",
     "LearnerProcess",
     "MatchingConfig",
@@ -47,6 +57,8 @@ __all__ = [
     "PackingConfig",
     "PrefetchConfig",
     "Proof",
+    "RestartConfig",
+    "RestartPolicy",
     "RolloutConfig",
     "ScheduleConfig",
     "ServerConfig",

@@ -15,22 +15,52 @@ class ServerEngine(StrEnum):
     """Which program serves rollouts."""
 
     TRANSFORMERS = "transformers"
+    VLLM = "vllm"
     SWIFT = "swift"
+
+
+class RestartPolicy(StrEnum):
+    """What becomes of a server that ends while the learner runs."""
+
+    NEVER = "never"
+    ON_FAILURE = "on_failure"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerProcess:
     engine: ServerEngine = ServerEngine.SWIFT
-    """transformers: our own server (no GPU needed); swift: stock ``swift rollout`` (vLLM)."""
+    """Our own server on ms-swift's transformers or vLLM engine, or ``swift``: stock ``swift rollout`` (vLLM)."""
     model: str | None = None
     """Model that the server starts with; ``swift.model`` when absent."""
     devices: tuple[int, ...] = ()
     """GPU numbers that it sees as CUDA_VISIBLE_DEVICES; none means CPU only."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the server's command line: name without dashes, value."""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """Environment variables of this server, on top of the launcher's own."""
+    merge: bool = False
+    """Start a merger on ``base_url``'s port in front of a stock server."""
+    upstream_port: int | None = None
+    """Port of the stock server behind its merger; required with ``merge``, unused without."""
 
     def __post_init__(self) -> None:
         _check_devices(self.devices)
+        _check_env(self.env)
+        _check_args(self.args)
+        if self.merge and self.engine is not ServerEngine.SWIFT:
+            raise ConfigError(
+                f"merge is for stock servers (engine: swift), got engine={str(self.engine)!r}; "
+                "our own server merges by itself: remove merge"
+            )
+        if self.merge != (self.upstream_port is not None):
+            raise ConfigError(
+                "merge and upstream_port go together, got "
+                f"merge={self.merge} upstream_port={self.upstream_port}; write both or neither"
+            )
+        if self.upstream_port is not None and not 1 <= self.upstream_port <= 65535:
+            raise ConfigError(
+                f"upstream_port must be in the range 1..65535, got upstream_port={self.upstream_port}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +84,28 @@ class LearnerProcess:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RestartConfig:
+    policy: RestartPolicy = RestartPolicy.NEVER
+    """on_failure: a server that ends with another status than 0 is started again; it rejoins after a proven round."""
+    max_restarts: int = 3
+    """Restarts of one server in a run."""
+    backoff_s: float = 5.0
+    """Seconds before a server's first restart; doubles each time."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("max_restarts", self.max_restarts, 1, "write policy: never for none")
+        rules.at_least("backoff_s", self.backoff_s, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     servers: tuple[ServerProcess, ...] = ()
     """One entry for each of ``rollout.servers``, in that order; none when they are started elsewhere."""
     learner: LearnerProcess = field(default_factory=LearnerProcess)
     server_shutdown_timeout_s: int = 30
     """Seconds between SIGTERM and SIGKILL of a server."""
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """Whether servers that end are started again."""
 
     def __post_init__(self) -> None:
         rules.deadline("server_shutdown_timeout_s", self.server_shutdown_timeout_s)
@@ -77,3 +123,29 @@ class LaunchConfig:
 def _check_devices(devices: tuple[int, ...]) -> None:
     if any(device < 0 for device in devices) or len(set(devices)) != len(devices):
         raise ConfigError(f"devices must be different numbers of at least 0, got devices={list(devices)}")
+
+
+_WRITTEN_BY_LAUNCH = {
+    "host": "rollout.servers[].base_url",
+    "port": "rollout.servers[].base_url",
+    "model": "launch.servers[].model",
+    "engine": "launch.servers[].engine",
+    "api_key": "the variable that rollout.api_key_env names",
+    "api_key_env": "rollout.api_key_env",
+}
+
+
+def _check_args(args: Mapping[str, Any]) -> None:
+    for name in args:
+        source = _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_"))
+        if source is not None:
+            raise ConfigError(f"args must not set {name}; launch takes it from {source}")
+
+
+def _check_env(env: Mapping[str, Any]) -> None:
+    for name, value in env.items():
+        if name == "CUDA_VISIBLE_DEVICES":
+            raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
+        is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if not name or "=" in name or not is_text:
+            raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")

@@ -91,7 +91,7 @@ class SyncConfig:
     timeout_s: float = 300.0
     """Deadline of a whole round on one server; a gloo group's own timeout is shorter."""
     on_pending: OnPending = OnPending.WAIT
-    """What a pending round does with running rollouts; so far it can only wait for them."""
+    """wait for running rollouts, or abort them where the server can (ours, not stock); training goes on either way."""
     proof: Proof = Proof.AUTO
     """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
     bucket_mib: int = 512
@@ -103,11 +103,6 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         rules.deadline("timeout_s", self.timeout_s)
-        if self.on_pending is OnPending.ABORT:
-            raise ConfigError(
-                "on_pending must be wait, got on_pending='abort'; aborting what is in flight is not built yet, and "
-                "training goes on while a round is pending: write on_pending: wait"
-            )
         rules.at_least("bucket_mib", self.bucket_mib, 1)
         rules.at_least("backoff_steps", self.backoff_steps, 1)
         rules.at_least(

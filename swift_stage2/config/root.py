@@ -12,12 +12,15 @@ from typing import Any
 
 from swift_stage2.config import rules
 from swift_stage2.config.binding import bind
+from swift_stage2.config.inequality import Inequality
 from swift_stage2.config.launch import LaunchConfig
 from swift_stage2.config.rollout import RolloutConfig
-from swift_stage2.config.stage2_ab import Stage2AbConfig
+from swift_stage2.config.stage2_ab import Stage2AbConfig, StarvationAction
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml, write_yaml
 from swift_stage2.errors import ConfigError
+
+_WANTED_STEPS_IN_GRACE = 4
 
 # Keys of configurations from before this package, wherever they stand, and what says the same now.
 RETIRED_ANYWHERE = {"rollout_buffer": "stage2_ab.channel_b.prefetch"}
@@ -82,13 +85,25 @@ class Stage2Config:
         """Settings that work but waste something, each with the recommended value."""
         if not self.b_enabled or self.gradient_accumulation_steps is None:
             return ()
-        useful = self.useful_queue_limit(self.gradient_accumulation_steps)
-        limit = self.stage2_ab.channel_b.prefetch.queue_limit
-        if limit <= useful:
-            return ()
+        inequalities = self.inequalities(self.gradient_accumulation_steps)
+        return tuple(rule.message for rule in inequalities if rule.is_advice and not rule.holds)
+
+    def inequalities(self, gradient_accumulation_steps: int | None) -> tuple[Inequality, ...]:
+        """Every rule between numbers that channel B needs, in the order in which they are checked.
+
+        Without ``gradient_accumulation_steps`` those about the packs of a step are left out.
+        """
+        between_steps: tuple[Inequality, ...] = ()
+        if gradient_accumulation_steps is not None:
+            between_steps = (
+                *self._accumulation_inequalities(gradient_accumulation_steps),
+                self._queue_advice(gradient_accumulation_steps),
+            )
         return (
-            f"queue_limit={limit} is more than the {useful} packs that can be trained before they expire; "
-            f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
+            *self.stage2_ab.channel_b.prefetch.inequalities,
+            self._control_timeout_inequality(),
+            *between_steps,
+            self._starvation_advice(),
         )
 
     def useful_queue_limit(self, gradient_accumulation_steps: int) -> int:
@@ -106,15 +121,8 @@ class Stage2Config:
         """
         if not self.b_enabled:
             return
-        prefetch = self.stage2_ab.channel_b.prefetch
-        for name in ("prefetch_target_packs", "queue_limit"):
-            value = getattr(prefetch, name)
-            if value < gradient_accumulation_steps:
-                raise ConfigError(
-                    "B could never run: a step trains "
-                    f"gradient_accumulation_steps={gradient_accumulation_steps} packs, got {name}={value}; "
-                    f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more"
-                )
+        for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
+            inequality.require()
 
     def swift_arguments(self) -> list[str]:
         """The section ``swift`` as argv for ms-swift's parser."""
@@ -125,13 +133,66 @@ class Stage2Config:
         return write_yaml(_plain(asdict(self)))
 
     def _check_control_timeout(self) -> None:
+        if self.b_enabled:
+            self._control_timeout_inequality().require()
+
+    def _control_timeout_inequality(self) -> Inequality:
         sync_s, request_s = self.rollout.sync.timeout_s, self.rollout.request_timeout_s
-        if self.b_enabled and self.control_timeout_s < sync_s + request_s:
-            raise ConfigError(
-                "control_timeout_s must be at least rollout.sync.timeout_s + rollout.request_timeout_s, got "
-                f"control_timeout_s={self.control_timeout_s:g} < {sync_s:g} + {request_s:g}; "
-                f"write control_timeout_s: {sync_s + request_s:g} or more, plus the longest save"
+        return Inequality(
+            name="control timeout",
+            statement="control_timeout_s >= sync.timeout_s + request_timeout_s",
+            numbers=f"{self.control_timeout_s:g} >= {sync_s:g} + {request_s:g}",
+            holds=self.control_timeout_s >= sync_s + request_s,
+            refusal="control_timeout_s must be at least rollout.sync.timeout_s + rollout.request_timeout_s, got "
+            f"control_timeout_s={self.control_timeout_s:g} < {sync_s:g} + {request_s:g}",
+            remedy=f"write control_timeout_s: {sync_s + request_s:g} or more, plus the longest save",
+        )
+
+    def _accumulation_inequalities(self, gradient_accumulation_steps: int) -> tuple[Inequality, ...]:
+        prefetch = self.stage2_ab.channel_b.prefetch
+        return tuple(
+            Inequality(
+                name=f"{what} holds a step",
+                statement=f"{name} >= gradient_accumulation_steps",
+                numbers=f"{value} >= {gradient_accumulation_steps}",
+                holds=value >= gradient_accumulation_steps,
+                refusal="B could never run: a step trains "
+                f"gradient_accumulation_steps={gradient_accumulation_steps} packs, got {name}={value}",
+                remedy=f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more",
             )
+            for what, name in (("target", "prefetch_target_packs"), ("limit", "queue_limit"))
+            for value in (getattr(prefetch, name),)
+        )
+
+    def _queue_advice(self, gradient_accumulation_steps: int) -> Inequality:
+        prefetch = self.stage2_ab.channel_b.prefetch
+        limit, useful = prefetch.queue_limit, self.useful_queue_limit(gradient_accumulation_steps)
+        return Inequality(
+            name="useful limit",
+            statement="queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio "
+            "* sync_every_steps))",
+            numbers=f"{limit} <= {gradient_accumulation_steps} * max(1, ceil(({prefetch.version_window} + 1) * "
+            f"{self.stage2_ab.schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
+            holds=limit <= useful,
+            refusal=f"queue_limit={limit} is more than the {useful} packs that can be trained before they expire",
+            remedy=f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
+            is_advice=True,
+        )
+
+    def _starvation_advice(self) -> Inequality:
+        """Starvation is judged on the B steps that were wanted in the grace: one alone decides nothing."""
+        starvation, b_ratio = self.stage2_ab.starvation, self.stage2_ab.schedule.exact_b_ratio
+        needed = math.ceil(_WANTED_STEPS_IN_GRACE / b_ratio) if b_ratio else starvation.grace_steps
+        return Inequality(
+            name="starvation grace",
+            statement=f"starvation.grace_steps * b_ratio >= {_WANTED_STEPS_IN_GRACE}",
+            numbers=f"{starvation.grace_steps} * {float(b_ratio):g} = {float(starvation.grace_steps * b_ratio):g}",
+            holds=starvation.action is StarvationAction.OFF or starvation.grace_steps >= needed,
+            refusal=f"grace_steps={starvation.grace_steps} holds so few wanted B steps that one which was skipped "
+            "counts as starvation",
+            remedy=f"write stage2_ab.starvation.grace_steps: {needed} or more",
+            is_advice=True,
+        )
 
     def _check_servers(self) -> None:
         if not self.rollout.servers:
@@ -148,6 +209,16 @@ class Stage2Config:
                 "launch.servers must be empty or have one entry for each of rollout.servers, got "
                 f"{started} launch.servers and {named} rollout.servers"
             )
+        taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
+        for index, process in enumerate(self.launch.servers):
+            if process.upstream_port is None:
+                continue
+            if process.upstream_port in taken:
+                raise ConfigError(
+                    "every upstream_port must differ from all other ports, got "
+                    f"launch.servers[{index}].upstream_port={process.upstream_port} more than once"
+                )
+            taken.add(process.upstream_port)
 
 
 def load_config(path: str | PathLike[str]) -> Stage2Config:

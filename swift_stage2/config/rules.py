@@ -19,7 +19,7 @@ def in_unit_range(name: str, value: float, remedy: str = "") -> None:
 
 def deadline(name: str, value: float) -> None:
     """A deadline is finite and positive: nothing may wait for ever."""
-    remedy = "every wait needs a deadline; write a number of seconds"
+    remedy = "write a number of seconds, because every wait needs a deadline"
     _refuse_unless(
         math.isfinite(value) and value > 0, "a finite number of seconds above 0", name, value, remedy
     )

@@ -7,6 +7,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from swift_stage2.config import rules
+from swift_stage2.config.inequality import Inequality
 from swift_stage2.errors import ConfigError
 
 
@@ -41,7 +42,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         rules.in_unit_range(
-            "b_ratio", self.b_ratio, "write the share of steps that want channel B; 0 turns it off"
+            "b_ratio", self.b_ratio, "write the share of steps that want channel B, or 0 to turn it off"
         )
 
     @property
@@ -85,17 +86,35 @@ class PrefetchConfig:
         rules.at_least("prefetch_target_packs", self.prefetch_target_packs, 1)
         rules.at_least("min_ready_tokens", self.min_ready_tokens, 0)
         rules.at_least("max_attempts", self.max_attempts, 1)
-        if self.prefetch_target_packs > self.queue_limit:
-            raise ConfigError(
-                "prefetch_target_packs must be at most queue_limit, got "
-                f"prefetch_target_packs={self.prefetch_target_packs} queue_limit={self.queue_limit}; "
-                f"write queue_limit: {self.prefetch_target_packs} or more"
-            )
-        if self.version_window == 0 and self.sync_every_steps == 1:
-            raise ConfigError(
-                "version_window 0 needs sync_every_steps of at least 2, got version_window=0 sync_every_steps=1; "
-                "a round precedes every reservation, so no pack would ever be fresh: write version_window: 1 or more"
-            )
+        for inequality in self.inequalities:
+            inequality.require()
+
+    @property
+    def inequalities(self) -> tuple[Inequality, ...]:
+        """The rules between these settings, with the numbers put in."""
+        target, limit = self.prefetch_target_packs, self.queue_limit
+        window, cadence = self.version_window, self.sync_every_steps
+        return (
+            Inequality(
+                name="target within limit",
+                statement="prefetch_target_packs <= queue_limit",
+                numbers=f"{target} <= {limit}",
+                holds=target <= limit,
+                refusal="prefetch_target_packs must be at most queue_limit, got "
+                f"prefetch_target_packs={target} queue_limit={limit}",
+                remedy=f"write queue_limit: {target} or more",
+            ),
+            Inequality(
+                name="version window",
+                statement="version_window >= 1, or sync_every_steps >= 2",
+                numbers=f"version_window {window}, sync_every_steps {cadence}",
+                holds=window > 0 or cadence > 1,
+                refusal=f"version_window 0 needs sync_every_steps of at least 2, got version_window={window} "
+                f"sync_every_steps={cadence}",
+                remedy="a round precedes every reservation, so no pack would ever be fresh: write "
+                "version_window: 1 or more",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,12 +63,6 @@ UNSUPPORTED = (
     Unsupported("quant_bits", _is_on, _QUANTISED, "remove it"),
     Unsupported("quant_method", _is_on, _QUANTISED, "remove it"),
     Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send", "remove it"),
-    Unsupported(
-        "deepspeed",
-        lambda value: "zero3" in str(value),
-        "the weight export does not gather partitioned parameters yet",
-        "use DDP, or zero2",
-    ),
     Unsupported("fsdp", _is_on, "no rank holds whole tensors to send", "use DDP"),
     Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
 )

@@ -1,0 +1,134 @@
+"""Where a server is said to be: its host resolves, no proxy matters, its ports are free or taken as they should be."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import queue
+import socket
+import threading
+import time
+from urllib.request import proxy_bypass
+
+import psutil
+
+from swift_stage2.config import RolloutConfig, ServerConfig
+from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.launch.ports import holder_of, refuse_busy
+
+_RESOLVE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def check_api_key(rollout: RolloutConfig) -> Outcome[None]:
+    """Whether there is a key; never what it is."""
+    name, key = rollout.api_key_env, rollout.api_key()
+    if key is not None:
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            return failed(
+                f"{name} is set to something that cannot be a bearer token",
+                f"set {name} to printable ASCII without spaces",
+            )
+        return ok(f"{name} is set; it is sent to every server")
+    remote = [server.base_url for server in rollout.servers if not _is_loopback_name(server.host)]
+    if remote:
+        return warning(
+            f"{name} is not set, and {remote[0]} is not on loopback: whoever reaches it can replace the weights",
+            f"start the servers with a key and set {name} to it",
+        )
+    return ok(f"{name} is not set: right for servers without a key")
+
+
+def check_host(server: ServerConfig) -> Outcome[str]:
+    """The host's address; which proxies of the environment are ignored for it."""
+    addresses = _resolve(server.host, server.port)
+    if isinstance(addresses, str):
+        return failed(
+            f"{server.host} has no address: {addresses}",
+            f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
+        )
+    address = addresses[0]
+    proxies = _catching_proxies(server)
+    told = f"; {', '.join(proxies)} would catch it and is ignored, as always for servers" if proxies else ""
+    return ok(f"{server.host} is {address}{' (this machine)' if is_here(address) else ''}{told}", address)
+
+
+def check_ports_free(server: ServerConfig, key: str, upstream_port: int | None = None) -> Outcome[None]:
+    """Before ``launch``: nobody holds a port that it needs. Raises ConfigError as ``refuse_busy`` does."""
+    ports = {f"{key}.base_url": server.port, f"{key}.group_port": server.group_port}
+    if upstream_port is not None:
+        ports[f"{key.replace('rollout.', 'launch.', 1)}.upstream_port"] = upstream_port
+    for place, port in ports.items():
+        refuse_busy(server.host, port, place)
+    *first, last = map(str, ports.values())
+    return ok(f"ports {', '.join(first)} and {last} are free")
+
+
+def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outcome[None]:
+    """With servers running: the port that weights will travel over. Raises ConfigError as ``refuse_busy`` does."""
+    if not is_here(address):
+        return ok(
+            f"port {server.group_port} is on another machine; the dry round shows whether it can be used"
+        )
+    refuse_busy(server.host, server.group_port, f"{key}.group_port")
+    return ok(f"port {server.group_port} is free")
+
+
+def check_reachable(server: ServerConfig, address: str, key: str) -> Outcome[str]:
+    """A TCP connection, and how long it took; hands the address on."""
+    started = time.perf_counter()
+    try:
+        socket.create_connection((address, server.port), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return failed(
+            f"nothing answers at {server.base_url}: {error}",
+            f"start the server there (swift-stage2 rollout, swift rollout or launch), or correct {key}.base_url",
+        )
+    seconds = time.perf_counter() - started
+    holder = holder_of(server.port) if is_here(address) else ""
+    return ok(
+        f"port {server.port} is open{holder.replace(' by ', ', held by ')}; connected in {1e3 * seconds:.1f} ms",
+        address,
+    )
+
+
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this machine's."""
+    if ipaddress.ip_address(address.split("%")[0]).is_loopback:
+        return True
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return address in own
+
+
+def _resolve(host: str, port: int) -> list[str] | str:
+    """IP addresses, or why there are none; a resolver that hangs is given up."""
+    answers: queue.Queue[list[str] | str] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answers.put([str(info[4][0]) for info in infos])
+        except (OSError, UnicodeError) as error:
+            answers.put(str(error))
+
+    threading.Thread(target=ask, name=f"resolve {host}", daemon=True).start()
+    try:
+        return answers.get(timeout=_RESOLVE_TIMEOUT_S)
+    except queue.Empty:
+        return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
+
+
+def _catching_proxies(server: ServerConfig) -> list[str]:
+    """Names of the variables that would send this URL to a proxy; their values may hold a password."""
+    scheme = server.base_url.partition(":")[0]
+    if proxy_bypass(server.host):
+        return []
+    wanted = {f"{scheme}_proxy", "all_proxy"}
+    return sorted(name for name, value in os.environ.items() if name.lower() in wanted and value)
+
+
+def _is_loopback_name(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,119 @@
+"""Every rule between numbers of the configuration, shown with the numbers put in, and what it combines.
+
+The rules are the configuration's own (``Stage2Config.inequalities``); none is stated here again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from swift_stage2.config import Inequality, ServerEngine, Stage2Config, load_config
+from swift_stage2.config.swift_arguments import UNSUPPORTED
+from swift_stage2.doctor.examination import Checked, Examination
+from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.launch.plan import plan_launch
+
+
+def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
+    """The file loads; then one row per rule."""
+    exam.begin_section("Configuration")
+    loaded = exam.check("configuration loads", lambda: _load(path))
+    if not loaded.passed:
+        exam.check("rules between numbers", lambda: ok(""), needs=[loaded])
+        return loaded
+    config = loaded.result
+    if config.b_enabled:
+        for inequality in config.inequalities(config.gradient_accumulation_steps):
+            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
+        exam.check("deadlines", lambda: _deadlines(config))
+        exam.check(
+            "combinations",
+            lambda: ok(f"none of the {len(UNSUPPORTED)} ms-swift settings that channel B refuses"),
+        )
+    return loaded
+
+
+def check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -> None:
+    """The rules about a step's packs, when the file leaves their number to ms-swift (``by_swift`` on one rank)."""
+    exam.check(
+        "gradient_accumulation_steps",
+        lambda: warning(
+            f"not written; ms-swift would take {by_swift} on one rank, and another number on more",
+            f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
+        ),
+    )
+    for inequality in config.inequalities(by_swift):
+        if "gradient_accumulation_steps" in inequality.statement:
+            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
+
+
+def check_launch_plan(exam: Examination, config: Stage2Config, path: Path) -> None:
+    """Who gets which devices, and room for a prompt and its answer in the servers' context."""
+    exam.check("launch plan", lambda: _launch_plan(config, path))
+    exam.check("devices", lambda: _devices(config))
+
+
+def _load(path: Path) -> Outcome[Stage2Config]:
+    config = load_config(path)
+    rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
+    return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+
+
+def _shown(rule: Inequality) -> Outcome[None]:
+    if rule.holds:
+        return ok(f"{rule.statement}: {rule.numbers}")
+    found = f"{rule.refusal} ({rule.numbers})"
+    return warning(found, rule.remedy) if rule.is_advice else failed(found, rule.remedy)
+
+
+def _deadlines(config: Stage2Config) -> Outcome[None]:
+    rollout = config.rollout
+    longest_drain_s = 2 * rollout.request_timeout_s
+    return ok(
+        f"all finite: request {rollout.request_timeout_s:g} s, start {rollout.start_timeout_s:g} s, "
+        f"sync {rollout.sync.timeout_s:g} s, control {config.control_timeout_s:g} s; a round pends for at most "
+        f"2 * {rollout.request_timeout_s:g} = {longest_drain_s:g} s and two steps"
+    )
+
+
+def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
+    plan = plan_launch(config, path, os.environ)
+    engines = [str(server.engine) for server in config.launch.servers]
+    servers = ", ".join(engines) if engines else "servers are started elsewhere"
+    ranks = config.launch.learner.nproc_per_node
+    return ok(f"{servers}; {ranks} learner rank(s); logs in {plan.log_dir}")
+
+
+def _devices(config: Stage2Config) -> Outcome[None]:
+    owners = {"learner": config.launch.learner.devices}
+    owners |= {f"server {index}": server.devices for index, server in enumerate(config.launch.servers)}
+    shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
+    named = [device for devices in owners.values() for device in devices]
+    bare = [
+        f"launch.servers[{index}].devices"
+        for index, server in enumerate(config.launch.servers)
+        if server.engine is ServerEngine.SWIFT and not server.devices
+    ]
+    num_here = _num_devices()
+    if named and max(named) >= num_here:
+        return warning(
+            f"disjoint ({shown}), but this machine has {num_here} GPU(s)",
+            "run the doctor on the machine that trains, or name devices that exist under launch",
+        )
+    if bare and num_here:
+        return warning(
+            f"disjoint ({shown}); vLLM would run without a GPU although there are {num_here}",
+            f"write {bare[0]}: the numbers of that server's GPUs",
+        )
+    return ok(f"disjoint ({shown})")
+
+
+def _device_list(devices: tuple[int, ...]) -> str:
+    return ",".join(map(str, devices)) or "CPU only"
+
+
+def _num_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,115 @@
+"""Model directory, data sets, and what the real template makes of a few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_stage2.assembly import check_samples, detection_task, usable_samples
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.packing import select_pack
+from swift_stage2.channel_b.records import Sample
+from swift_stage2.config import ServerEngine, Stage2Config
+from swift_stage2.dataset_check import check_datasets
+from swift_stage2.doctor.finding import Outcome, ok, warning
+from swift_stage2.model_check import check_model
+from swift_stage2.packing_isolation import ground_truth_segments
+
+_NUM_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of the data set as channel B would draw them, with what encodes them."""
+
+    encoder: Encoder
+    samples: tuple[Sample, ...]
+    longest_prompt_tokens: int
+    longest_prompt_row: int
+    segment_lengths: tuple[int, ...]
+    """Tokens of prompt and ground truth, of the samples that fit a pack."""
+
+
+def check_checkpoint(config: Stage2Config) -> Outcome[None]:
+    """Raises ConfigError as ``check_model`` does."""
+    check_model(config.swift)
+    named = [
+        f"{name} {config.swift[name]}"
+        for name in ("model", "adapters", "resume_from_checkpoint")
+        if config.swift.get(name)
+    ]
+    return ok(", ".join(named))
+
+
+def check_rows(config: Stage2Config) -> Outcome[None]:
+    """Raises DatasetError as ``check_datasets`` does."""
+    check_datasets(config.swift)
+    named = config.swift.get("dataset") or ()
+    names = [named] if isinstance(named, str) else list(named)
+    return ok(
+        f"{', '.join(map(str, names))}: every line and picture is readable, every box inside its picture"
+    )
+
+
+def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -> Outcome[Samples]:
+    """Draws and encodes a few samples; the first is checked as a run checks it at its start.
+
+    Raises:
+        DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+    """
+    count = min(len(rows), _NUM_SAMPLES)
+    samples = usable_samples(rows, seed, encoder, count)
+    task = detection_task(config)
+    check_samples(config, encoder, task, samples)
+    lengths = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
+    longest = max(range(len(samples)), key=lengths.__getitem__)
+    segments = ground_truth_segments(encoder, task, samples)
+    looked_at = Samples(
+        encoder,
+        tuple(samples),
+        lengths[longest],
+        samples[longest].key.index,
+        tuple(segment.num_tokens for segment in segments),
+    )
+    found = (
+        f"{len(samples)} of {len(rows)} rows looked at: answers are in the dialect "
+        f"{config.stage2_ab.channel_b.target.dialect}; prompts of {min(lengths)} to {max(lengths)} tokens"
+    )
+    if len(samples) < count:
+        return warning(
+            found, f"mend the rows that cannot be used; only {len(samples)} of the first 64 can", looked_at
+        )
+    return ok(found, looked_at)
+
+
+def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
+    """Whether a pack, and a server's context, hold the longest prompt and its answer."""
+    prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
+    length = config.stage2_ab.channel_b.packing.packing_length
+    needed = prompt + new
+    if length < needed:
+        return warning(
+            f"packing_length {length} < longest prompt {prompt} (row {samples.longest_prompt_row}) + max_new_tokens "
+            f"{new}: such samples may be quarantined",
+            f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
+        )
+    for index, server in enumerate(config.launch.servers):
+        context = server.args.get("vllm_max_model_len")
+        if server.engine is ServerEngine.SWIFT and isinstance(context, int) and context < needed:
+            return warning(
+                f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
+                f"write launch.servers[{index}].args.vllm_max_model_len: {needed} or more",
+            )
+    return ok(f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new} = {needed}")
+
+
+def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
+    """How many samples a pack holds when packs are filled as the pipeline fills them, oldest first."""
+    left = list(lengths) * max(1, -(-2 * capacity // sum(lengths)))  # enough for two packs at least
+    num_packs = num_packed = 0
+    while sum(left) >= capacity or not num_packs:
+        chosen = select_pack(left, capacity)
+        num_packs, num_packed = num_packs + 1, num_packed + len(chosen)
+        left = [length for index, length in enumerate(left) if index not in set(chosen)]
+    return num_packed / num_packs

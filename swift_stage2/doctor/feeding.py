@@ -1,0 +1,224 @@
+"""Can the servers feed channel B? Rates, ages and the settings that fit, from a few timed calls. Pure.
+
+The rate that production reaches between rounds is the pacer's own (``Pacer.verdict``), not another model of it.
+Units: seconds where a name ends in ``_s``, else optimizer steps; packs and rates are per rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.scheduling.pacing import Pacer, PacingState, max_prompts_in_flight
+
+_LOAD_THAT_STARVES = 2.0  # at less than half of the need the starvation watch speaks up
+_SHARE_FOR_SEARCH = 1e-4
+_SEARCH_ROUNDS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """What was configured and what was measured."""
+
+    b_ratio: Fraction
+    packs_per_b_step: int
+    """``gradient_accumulation_steps``."""
+    num_ranks: int
+    num_servers: int
+    max_inflight_per_server: int
+    version_window: int
+    sync_every_steps: int
+    queue_limit: int
+    prefetch_target_packs: int
+    samples_per_pack: float
+    single_s: float
+    """One rollout alone on the slowest server."""
+    batch_s: float
+    """``max_inflight_per_server`` rollouts at once on that server."""
+    rollouts_per_s: float
+    """All servers together, every slot in use."""
+
+    @property
+    def rollouts_per_b_step(self) -> float:
+        """What all ranks together train in one B step."""
+        return self.packs_per_b_step * self.num_ranks * self.samples_per_pack
+
+    @property
+    def rollouts_per_step(self) -> float:
+        """The same, spread over all steps."""
+        return float(self.b_ratio) * self.rollouts_per_b_step
+
+    @property
+    def prompts_per_production(self) -> int:
+        """What one rank asks for at once: its share of the servers, and no more than the target."""
+        share = max_prompts_in_flight(self.max_inflight_per_server, self.num_servers, self.num_ranks)
+        return min(share, math.ceil(self.prefetch_target_packs * self.samples_per_pack))
+
+    @property
+    def packs_per_production(self) -> int:
+        """Packs that one rank's production makes."""
+        return max(1, int(self.prompts_per_production / self.samples_per_pack))
+
+    @property
+    def production_s(self) -> float:
+        """What such productions of all ranks take, between the two sizes that were timed."""
+        per_server = self.prompts_per_production * self.num_ranks / self.num_servers
+        full = max(2, self.max_inflight_per_server)
+        share = min(1.0, max(0.0, (per_server - 1) / (full - 1)))
+        return self.single_s + share * max(0.0, self.batch_s - self.single_s)
+
+    @property
+    def window(self) -> int:
+        """Steps that a pack may age."""
+        return self.version_window * self.sync_every_steps
+
+    @property
+    def shortest_step_s(self) -> float:
+        """The step time from which on production keeps up with the schedule, by rate and by the pacer's verdict."""
+        by_rate = self.rollouts_per_step / self.rollouts_per_s
+        low, high = self.production_s * _SHARE_FOR_SEARCH, self.production_s / _SHARE_FOR_SEARCH
+        for _ in range(_SEARCH_ROUNDS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self.load(middle) > 1 else (low, middle)
+        return max(by_rate, high)
+
+    def production(self, step_s: float) -> float:
+        """Steps that pass while one full batch is made: the age of its packs when they arrive."""
+        return self.production_s / step_s
+
+    def load(self, step_s: float) -> float:
+        """Need over what production can give; above 1 it cannot keep up."""
+        by_rate = self.rollouts_per_step / (self.rollouts_per_s * step_s)
+        pacer = Pacer(
+            b_ratio=float(self.b_ratio),
+            version_window=self.version_window,
+            sync_every_steps=self.sync_every_steps,
+            target_packs=self.prefetch_target_packs,
+            packs_per_b_step=self.packs_per_b_step,
+        )
+        steps = self.production(step_s)
+        state = PacingState(
+            step=0,
+            current_version=0,
+            last_commit_step=0,
+            production_steps=steps,
+            slowest_production_steps=steps,
+            packs_per_production=self.packs_per_production,
+        )
+        return max(by_rate, pacer.verdict(state).load)
+
+
+def check_need(feeding: Feeding) -> Outcome[Feeding]:
+    """What the schedule asks for, whatever a step takes."""
+    return ok(
+        f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
+        f"{feeding.samples_per_pack:.1f} samples a pack = {feeding.rollouts_per_b_step:.0f} rollouts; at b_ratio "
+        f"{float(feeding.b_ratio):g} that is {feeding.rollouts_per_step:.1f} per step; available: "
+        f"{feeding.rollouts_per_s:.2f} rollouts/s",
+        feeding,
+    )
+
+
+def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+    """Whether production keeps up; without a step time, from which one on it does."""
+    bound = (
+        f"B is fed if a step takes {feeding.shortest_step_s:.2f} s or more (a production takes "
+        f"{feeding.production_s:.2f} s and makes {feeding.packs_per_production} pack(s) a rank)"
+    )
+    if step_s is None:
+        return ok(f"{bound}; --step-seconds S says whether yours does")
+    load = feeding.load(step_s)
+    found = (
+        f"needed {feeding.rollouts_per_step / step_s:.2f} rollouts/s, available {feeding.rollouts_per_s:.2f}; with "
+        f"rounds in between production is busy {load:.0%} of its time; {bound}"
+    )
+    if load <= 1:
+        return ok(found)
+    fix = _more_rollouts(feeding, load)
+    return failed(found, fix) if load > _LOAD_THAT_STARVES else warning(found, fix)
+
+
+def check_age(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+    """The age at which packs arrive, against the window."""
+    window = (
+        f"version_window {feeding.version_window} * sync_every_steps {feeding.sync_every_steps} = "
+        f"{feeding.window} steps"
+    )
+    if step_s is None:
+        if feeding.window == 0:
+            return ok("version_window 0: a pack must be made and trained between two rounds")
+        return ok(
+            f"packs arrive within {window} if a step takes {feeding.production_s / feeding.window:.2f} s or more"
+        )
+    steps = feeding.production(step_s)
+    found = f"packs arrive {feeding.production_s:.2f} s / {step_s:g} s = {steps:.1f} steps after their POST; {window}"
+    if steps <= max(feeding.window, 1):
+        return ok(found)
+    needed = math.ceil(steps / feeding.sync_every_steps)
+    return warning(
+        f"{found}: they hold rounds back, or expire",
+        f"write stage2_ab.channel_b.prefetch.version_window: {needed}, or a larger sync_every_steps",
+    )
+
+
+def check_settings(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+    """The values that follow from the measurement, with their reasons, against those that are written."""
+    wanted = recommended(feeding, step_s)
+    written = {name: getattr(feeding, name) for name in wanted}
+    reasons = "; ".join(
+        f"{name} {value} ({_reason(name, feeding, step_s)})" for name, value in wanted.items()
+    )
+    changes = [name for name, value in wanted.items() if written[name] < value]
+    if not changes:
+        return ok(f"as written; computed: {reasons}")
+    fix = ", ".join(f"{name}: {wanted[name]} (now {written[name]})" for name in changes)
+    return warning(f"computed: {reasons}", f"write {fix}")
+
+
+def recommended(feeding: Feeding, step_s: float | None) -> dict[str, int]:
+    """Settings by name. Without a step time only what does not depend on it."""
+    n = feeding.packs_per_b_step
+    fills_a_b_step = math.ceil(feeding.rollouts_per_b_step / feeding.num_servers)
+    if step_s is None:
+        return {"max_inflight_per_server": max(feeding.max_inflight_per_server, fills_a_b_step)}
+    steps = feeding.production(step_s)
+    window = max(1, math.ceil(steps / feeding.sync_every_steps), feeding.version_window)
+    in_window = (window + 1) * feeding.sync_every_steps
+    queue_limit = n * max(1, math.ceil(in_window * feeding.b_ratio))
+    in_production = n * max(1, math.ceil(steps * feeding.b_ratio))
+    return {
+        "prefetch_target_packs": min(queue_limit, in_production),
+        "queue_limit": min(queue_limit, max(feeding.queue_limit, in_production)),
+        "version_window": window,
+        "max_inflight_per_server": max(
+            fills_a_b_step, math.ceil(feeding.max_inflight_per_server * max(1.0, feeding.load(step_s)))
+        ),
+    }
+
+
+def _reason(name: str, feeding: Feeding, step_s: float | None) -> str:
+    n = feeding.packs_per_b_step
+    if name == "max_inflight_per_server":
+        return "one batch fills a B step, or as many more as the load asks for"
+    steps = feeding.production(step_s or 1.0)
+    if name == "version_window":
+        return f"ceil({steps:.1f} steps / {feeding.sync_every_steps})"
+    if name == "queue_limit":
+        return f"room for that target, at most {n} packs for each B step within the window"
+    return f"{n} packs for each B step that a production's {steps:.1f} steps span"
+
+
+def _more_rollouts(feeding: Feeding, load: float) -> str:
+    b_ratio = float(feeding.b_ratio) / load
+    latency_bound = feeding.batch_s < 2 * feeding.single_s
+    more = math.ceil(feeding.max_inflight_per_server * load)
+    slots = f"write rollout.max_inflight_per_server: {more}" if latency_bound else ""
+    servers = math.ceil(feeding.num_servers * load)
+    options = [
+        slots,
+        f"run {servers} such servers",
+        f"write stage2_ab.schedule.b_ratio: {math.floor(100 * b_ratio) / 100:g}",
+    ]
+    return ", or ".join(option for option in options if option)

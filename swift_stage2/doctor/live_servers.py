@@ -1,0 +1,248 @@
+"""The checks of ``--live``, server by server: who answers, prompts, parameters, one dry round, a few rollouts.
+
+Everything is asked through the run's own parts (control session, rollout connection, weight sync), and
+only of servers that the checks before have found to be what they should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from swift_stage2.assembly import detection_task
+from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.config import Stage2Config
+from swift_stage2.doctor import feeding, fingerprint, parameters, prompts, rollouts, server_identity
+from swift_stage2.doctor.address import is_here
+from swift_stage2.doctor.data import Samples, samples_per_pack
+from swift_stage2.doctor.dry_round import DryRounds
+from swift_stage2.doctor.examination import Checked, Examination
+from swift_stage2.doctor.finding import Outcome, left_out, ok
+from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
+from swift_stage2.doctor.rollouts import TimedCall
+from swift_stage2.doctor.server_identity import ServerIdentity
+from swift_stage2.errors import WeightSyncHang
+from swift_stage2.server_session import ServerSession
+from swift_stage2.weight_export import WeightExport
+
+_NUM_PROMPTS = 3
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class LiveServers:
+    """The running servers of one configuration."""
+
+    def __init__(
+        self,
+        exam: Examination,
+        config: Stage2Config,
+        scratch: Path,
+        prepared: Checked[LearnerPreparation],
+        samples: Checked[Samples],
+        routes: Sequence[Checked[str]],
+        *,
+        with_round: bool,
+    ) -> None:
+        self._exam = exam
+        self._config = config
+        self._scratch = scratch
+        self._prepared = prepared
+        self._samples = samples
+        self._routes = routes
+        self._with_round = with_round
+        self._calls: list[Checked[tuple[TimedCall, ...]]] = []
+        self.hung = False
+
+    def examine(self) -> None:
+        """One section of rows for every server."""
+        self._exam.begin_section("Learner's weights")
+        anybody = next((route for route in self._routes if route.passed), self._routes[0])
+        module = self._exam.check(
+            "model",
+            self._load,
+            needs=[self._prepared, anybody],
+            fix="mend section swift, or free memory for the model",
+        )
+        rounds = self._exam.check(
+            "canary", lambda: self._make_rounds(module.result), needs=[module, self._samples]
+        )
+        for index, server in enumerate(self._config.rollout.servers):
+            self._exam.begin_section(f"Server {index}: {server.base_url}")
+            with ExitStack() as stack:
+                key = self._config.rollout.api_key()
+                session = stack.enter_context(ServerSession(server.base_url, key))
+                connection = ServerConnection(
+                    server.base_url, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S
+                )
+                stack.callback(connection.close)
+                self._examine_server(index, session, connection, module, rounds)
+
+    def _examine_server(
+        self,
+        index: int,
+        session: ServerSession,
+        connection: ServerConnection,
+        module: Checked[nn.Module],
+        rounds: Checked[DryRounds],
+    ) -> None:
+        exam, rollout, key = self._exam, self._config.rollout, f"rollout.servers[{index}]"
+        route = self._routes[index]
+        identity = exam.check(
+            "who answers", lambda: server_identity.check_identity(session, rollout, key), needs=[route]
+        )
+        manifest = exam.check(
+            "parameters",
+            lambda: parameters.check_parameters(
+                session,
+                identity.result.info,
+                WeightExport(module.result).manifest(),
+                rollout.request_timeout_s,
+            ),
+            needs=[identity, module],
+        )
+        dry: Checked[Any] | None = None
+        if identity.passed and identity.result.is_unproven:  # it answers nothing else before a round
+            dry = self._check_round(index, session, identity, rounds, manifest)
+        model = exam.check(
+            "model served",
+            lambda: server_identity.check_model(
+                session, identity.result, rollout, self._expected_model(index), key
+            ),
+            needs=[identity] if dry is None else [identity, dry],
+        )
+        exam.check(
+            "files",
+            lambda: fingerprint.check_same_files(
+                self._prepared.result.model_directory,
+                self._server_directory(index, model.result, route.result),
+            ),
+            needs=[model, self._prepared],
+        )
+        prompt = exam.check(
+            "prompts",
+            lambda: prompts.check_prompts(
+                connection,
+                self._samples.result.encoder,
+                self._samples.result.samples[:_NUM_PROMPTS],
+                rollout.request_timeout_s,
+            ),
+            needs=[model, self._samples],
+        )
+        if dry is None:
+            dry = self._check_round(index, session, identity, rounds, manifest, prompt)
+        self._check_rollouts(connection, key, [prompt] if not self._with_round else [prompt, dry])
+
+    def _check_round(
+        self,
+        index: int,
+        session: ServerSession,
+        identity: Checked[ServerIdentity],
+        rounds: Checked[DryRounds],
+        *needs: Checked[Any],
+    ) -> Checked[Any]:
+        if not self._with_round:
+            return self._exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
+
+        def run() -> Outcome[Any]:
+            try:
+                return rounds.result.check(index, session, identity.result)
+            except WeightSyncHang:
+                self.hung = True
+                raise
+
+        return self._exam.check(
+            "dry sync round", run, needs=[identity, rounds, *needs], fix="restart the server and read its log"
+        )
+
+    def _check_rollouts(self, connection: ServerConnection, key: str, needs: Sequence[Checked[Any]]) -> None:
+        samples, config = self._samples, self._config
+        calls = self._exam.check(
+            "timed rollouts",
+            lambda: rollouts.check_calls(
+                connection, samples.result.encoder, samples.result.samples, config, key
+            ),
+            needs=[*needs, samples],
+        )
+        self._exam.check(
+            "parsed and matched",
+            lambda: rollouts.check_matching(
+                calls.result, samples.result.encoder, detection_task(config), config
+            ),
+            needs=[calls],
+        )
+        self._calls.append(calls)
+
+    def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
+        """Whether these servers, as timed, can feed channel B."""
+        exam = self._exam
+        exam.begin_section("Feeding channel B")
+        need = exam.check(
+            "rollouts needed",
+            lambda: feeding.check_need(self._feeding(num_ranks)),
+            needs=[self._samples, *self._calls],
+        )
+        exam.check("rate", lambda: feeding.check_rate(need.result, step_s), needs=[need])
+        exam.check("pack age", lambda: feeding.check_age(need.result, step_s), needs=[need])
+        exam.check("settings", lambda: feeding.check_settings(need.result, step_s), needs=[need])
+
+    def _feeding(self, num_ranks: int) -> feeding.Feeding:
+        config, channel_b = self._config, self._config.stage2_ab.channel_b
+        prefetch = channel_b.prefetch
+        accumulation = self._prepared.result.gradient_accumulation_steps
+        full = [checked.result[-1] for checked in self._calls]
+        slowest = max(self._calls, key=lambda checked: checked.result[-1].seconds).result
+        return feeding.Feeding(
+            b_ratio=config.stage2_ab.schedule.exact_b_ratio,
+            packs_per_b_step=accumulation,
+            num_ranks=num_ranks,
+            num_servers=len(full),
+            max_inflight_per_server=config.rollout.max_inflight_per_server,
+            version_window=prefetch.version_window,
+            sync_every_steps=prefetch.sync_every_steps,
+            queue_limit=prefetch.queue_limit,
+            prefetch_target_packs=prefetch.prefetch_target_packs,
+            samples_per_pack=samples_per_pack(
+                self._samples.result.segment_lengths, channel_b.packing.packing_length
+            ),
+            single_s=slowest[0].seconds,
+            batch_s=slowest[-1].seconds,
+            rollouts_per_s=sum(call.rollouts_per_s for call in full),
+        )
+
+    def _load(self) -> Outcome[nn.Module]:
+        """The weights, as the learner would load them."""
+        learner = prepare_learner(self._config.swift, self._scratch, with_weights=True)
+        module = learner.module()
+        self._learner = learner
+        manifest = WeightExport(module).manifest()
+        dtypes = ", ".join(sorted({spec.dtype for spec in manifest}))
+        device = next(module.parameters()).device
+        return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
+
+    def _make_rounds(self, module: nn.Module) -> Outcome[DryRounds]:
+        canary = self._learner.canary(module, self._samples.result.encoder, self._samples.result.samples[0])
+        canary.answer()
+        return ok(
+            "the learner answers a greedy question about a sample",
+            DryRounds(self._config.rollout, module, canary),
+        )
+
+    def _expected_model(self, index: int) -> str:
+        started = self._config.launch.servers
+        written = (started[index].model if started else None) or self._config.swift.get("model")
+        return str(written or self._prepared.result.model_directory)
+
+    def _server_directory(self, index: int, identity: ServerIdentity, address: str) -> Path | None:
+        """Where the server on this machine has its model from, if that is known for sure.
+
+        A stock server says only the last part of its path; one that ``launch`` starts has its path in the file.
+        """
+        started = self._config.launch.servers
+        said = self._expected_model(index) if identity.info.stock and started else identity.model
+        directory = Path(said).expanduser() if said else None
+        known = directory is not None and directory.is_absolute() and is_here(address)
+        return directory if known else None

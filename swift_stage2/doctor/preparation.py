@@ -1,0 +1,91 @@
+"""ms-swift's own pipeline up to where training would begin: arguments, processor, template, rows, and the model.
+
+The one file of the doctor that knows ms-swift. What needs the ranks of torchrun, or writes into the run
+directory, is left out; everything that a server is compared with is built as the trainer builds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.cpu_torchvision import declare_operators
+
+declare_operators()  # before ms-swift imports torchvision
+
+from swift.arguments import SftArguments  # noqa: E402
+from swift.pipelines import SwiftSft  # noqa: E402
+from torch import nn  # noqa: E402
+
+from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
+from swift_stage2.channel_b.records import Sample  # noqa: E402
+from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
+from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.trainer import EngineCanary  # noqa: E402
+from swift_stage2.weight_sync import Canary  # noqa: E402
+
+# These need the ranks that torchrun starts; none of them changes what a server sees.
+_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
+
+
+class LearnerPreparation(SwiftSft):  # type: ignore[misc]
+    """What the trainer would start from. Without weights it holds processor and template only."""
+
+    def __init__(self, arguments: Any, *, with_weights: bool) -> None:
+        self._with_weights = with_weights
+        super().__init__(arguments)
+
+    def _prepare_model_tokenizer(self, **options: Any) -> None:
+        super()._prepare_model_tokenizer(load_model=self._with_weights, **options)
+
+    @property
+    def model_directory(self) -> Path:
+        """Where the model's files are on this machine."""
+        return Path(self.args.model_dir)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the model is loaded in."""
+        return str(self.args.torch_dtype).removeprefix("torch.")
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """As written, or what ms-swift chooses on one rank."""
+        return int(self.args.training_args.gradient_accumulation_steps)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return len(self.template.tokenizer)
+
+    def rows(self) -> Any:
+        """The training rows as ms-swift reads them; channel B draws from the same."""
+        rows, _ = self._get_dataset()
+        return rows
+
+    def module(self) -> nn.Module:
+        """The model as a sync round exports it: with its adapter, if it is tuned by one."""
+        module: nn.Module = self.prepare_model(
+            self.args, self.model, template=self.template, train_dataset=None
+        )
+        return module.eval()
+
+    def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
+        """The question of a sync round."""
+        return EngineCanary(module, self.template, encoder, sample)
+
+
+def prepare_learner(swift: Mapping[str, Any], scratch: Path, *, with_weights: bool) -> LearnerPreparation:
+    """Reads section ``swift`` as the trainer does; whatever ms-swift writes goes to ``scratch``.
+
+    Raises:
+        ConfigError: ms-swift refuses an argument, or does not know it.
+    """
+    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in trainer.train
+    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)})
+    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
+    arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}
+    return LearnerPreparation(parse_swift_arguments(as_argv(arguments)), with_weights=with_weights)
