@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import load_config
+from swift_stage2.config import OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE, server_entry
 
 STAGE1 = Path(__file__).parent / "stage1"
-TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
-MODEL_TYPE = "stage2_tiny_vl"
 CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -45,6 +44,11 @@ class DemoJob:
     model: Path = STAGE1
     plugins: tuple[Path, ...] = ()
     """Further files for ms-swift's ``external_plugins``."""
+    engine: ServerEngine = ServerEngine.TRANSFORMERS
+    """What serves rollouts."""
+    on_pending: OnPending = OnPending.WAIT
+    max_new_tokens: int = 128
+    temperature: float = 0.3
     swift: dict[str, Any] = field(default_factory=dict)
     """ms-swift arguments that differ from the demo's."""
 
@@ -102,20 +106,17 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     }
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
-        "decoding": {"temperature": 0.3, "top_p": 0.95, "max_new_tokens": 128},
+        "decoding": {
+            "temperature": job.temperature,
+            "top_p": 0.95,
+            "max_new_tokens": job.max_new_tokens,
+        },
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
         "start_timeout_s": 300.0,
-        "sync": {"timeout_s": 60.0},
+        "sync": {"timeout_s": 60.0, "on_pending": job.on_pending.value},
     }
-    options = {
-        "external-plugins": str(TEMPLATE_FILE),
-        "model-type": MODEL_TYPE,
-        "template": MODEL_TYPE,
-        "torch-dtype": "float32",
-        "num-threads": 1,
-    }
-    config["launch"]["servers"] = [{"engine": "transformers", "args": options}]
+    config["launch"]["servers"] = [server_entry(job.engine)]
     config["control_timeout_s"] = 180.0
     return config
 

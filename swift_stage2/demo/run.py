@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from swift_stage2.config import ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns, remaining_children
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
 from swift_stage2.demo.output_directory import claim_directory
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_steps=arguments.steps,
         b_ratio=arguments.b_ratio,
         seed=arguments.seed,
+        engine=ServerEngine(arguments.engine),
     )
     ports = free_ports(2)
     write_config(job, (ports[0], ports[1]))
@@ -103,6 +105,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--b-ratio", type=float, default=0.3, help="share of steps on channel B (default %(default)s)"
     )
     parser.add_argument("--kind", type=SceneKind, choices=list(SceneKind), default=SceneKind.SHAPES)
+    parser.add_argument(
+        "--engine",
+        choices=[engine.value for engine in ServerEngine],
+        default=ServerEngine.TRANSFORMERS.value,
+        help="what serves rollouts: our server on one of two engines, or stock `swift rollout` (default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     for name, least in (("steps", 1), ("seed", 0)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,10 +108,17 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
     )
 
 
-def build_model(seed: int, *, vocab_size: int) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained model in float32, the same for the same seed."""
+def build_model(
+    seed: int,
+    *,
+    vocab_size: int,
+    text: Mapping[str, int] | None = None,
+    vision: Mapping[str, int] | None = None,
+) -> Qwen2_5_VLForConditionalGeneration:
+    """An untrained model in float32, the same for the same seed; ``text`` and ``vision`` override single sizes."""
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(_build_config(vocab_size))  # type: ignore[no-untyped-call]
+    config = _build_config(vocab_size, text or {}, vision or {})
+    model = Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
     model.generation_config.update(  # type: ignore[no-untyped-call]
         do_sample=False, eos_token_id=[END_OF_TURN_ID, PAD_TOKEN_ID], pad_token_id=PAD_TOKEN_ID
     )
@@ -127,7 +135,9 @@ def save_model(
     processor.save_pretrained(directory)
 
 
-def _build_config(vocab_size: int) -> Qwen2_5_VLConfig:
+def _build_config(
+    vocab_size: int, text_sizes: Mapping[str, int], vision_sizes: Mapping[str, int]
+) -> Qwen2_5_VLConfig:
     sections = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
     rope = {**sections, "rope_theta": _ROPE_THETA}
     text = {
@@ -143,6 +153,7 @@ def _build_config(vocab_size: int) -> Qwen2_5_VLConfig:
         "bos_token_id": None,
         "eos_token_id": END_OF_TURN_ID,
         "pad_token_id": PAD_TOKEN_ID,
+        **text_sizes,
     }
     vision = {
         "depth": 3,
@@ -157,6 +168,7 @@ def _build_config(vocab_size: int) -> Qwen2_5_VLConfig:
         "out_hidden_size": _HIDDEN_SIZE,
         "fullatt_block_indexes": [0, 1, 2],
         "tokens_per_second": 2,
+        **vision_sizes,
     }
     whole: dict[str, Any] = {
         "image_token_id": IMAGE_TOKEN_ID,

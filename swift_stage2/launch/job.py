@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +29,7 @@ class Job:
         self._show = show
         self._spare = frozenset(child.pid for child in psutil.Process().children())
         self._trees: list[ProcessTree] = []
-        self._followers: list[LogFollower] = []
+        self._followers: dict[Path, LogFollower] = {}
 
     def __enter__(self) -> Job:
         return self
@@ -44,7 +44,7 @@ class Job:
             if left:
                 self.say(f"processes that SIGKILL did not end: {left}")
         finally:
-            for follower in self._followers:
+            for follower in self._followers.values():
                 follower.close()
 
     def start(self, command: Command) -> ProcessTree:
@@ -52,7 +52,8 @@ class Job:
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch()
         colour = len(self._followers) if sys.stdout.isatty() else None
-        self._followers.append(LogFollower(log_path, command.name, self._show, colour))
+        if log_path not in self._followers:  # a restarted command goes on in its log
+            self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
         self.say(f"started {command.name}, log {log_path}")
@@ -70,12 +71,20 @@ class Job:
             patience_s = 0.0 if at_once else min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
             end_descendants(patience_s, spare=self._spare | wardens)
 
+    def end_late(self, trees: Sequence[ProcessTree]) -> None:
+        """Kills those of ``trees`` that were asked to end and have outlived their grace; never waits for the rest."""
+        for tree in trees:
+            if tree.is_overdue(_WARDEN_MARGIN_S):
+                self.say(f"{tree.command.name} is killed before it has ended in order")
+                tree.kill_warden()
+                self.end_abandoned(tree)
+
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
         self._show(f"[launch] {text}")
 
     def _pump(self) -> None:
-        for follower in self._followers:
+        for follower in self._followers.values():
             follower.pump()
 
     def _end(self, tree: ProcessTree) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,12 +12,15 @@ from swift_stage2.dataset_check import check_datasets
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
-from swift_stage2.launch.plan import LaunchPlan, PlannedServer, plan_launch
+from swift_stage2.launch.managed_server import ManagedServer
+from swift_stage2.launch.plan import LaunchPlan, plan_launch
 from swift_stage2.launch.ports import refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.readiness import ReadinessProbe
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.model_check import check_model
+
+_USER_MISTAKE = 2
 
 
 def launch(
@@ -56,9 +59,11 @@ def run_plan(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
         ) from exc
     adopt_orphans()
+    servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
     with StopSignals() as signals, Job(plan.log_dir, signals, show) as job:
-        servers = [job.start(server.command) for server in plan.servers]
-        _wait_until_answering(job, signals, plan.servers, servers, api_key, start_timeout_s)
+        check = None if plan.argument_check is None else job.start(plan.argument_check)
+        if _start_servers(job, signals, servers, check):
+            _wait_until_answering(job, signals, servers, check, api_key, start_timeout_s)
         if signals.received is None:
             learner = job.start(plan.learner)
             _follow(job, signals, learner, servers)
@@ -71,55 +76,91 @@ def run_plan(
     return status
 
 
+def _start_servers(
+    job: Job, signals: StopSignals, servers: Sequence[ManagedServer], check: ProcessTree | None
+) -> bool:
+    """Each as soon as it would take its own port; False when a signal came before all were started."""
+    waiting = list(servers)
+    while signals.received is None:
+        still_waiting = []
+        for server in waiting:
+            if server.may_start(job):
+                server.start(job)
+            else:
+                still_waiting.append(server)
+        waiting = still_waiting
+        if not waiting:
+            return True
+        job.step()
+        _refuse_arguments(job, check)
+    return False
+
+
 def _wait_until_answering(
     job: Job,
     signals: StopSignals,
-    planned: tuple[PlannedServer, ...],
-    trees: list[ProcessTree],
+    servers: Sequence[ManagedServer],
+    check: ProcessTree | None,
     api_key: str | None,
     start_timeout_s: float,
 ) -> None:
+    """Until every server has answered, from the port and the process that were meant."""
     with ExitStack() as probes:
         waiting = []
-        for server, tree in zip(planned, trees, strict=True):
-            probe = ReadinessProbe(server.command.name, server.address.base_url, api_key, start_timeout_s)
+        for server in servers:
+            probe = ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
             probes.callback(probe.close)
-            waiting.append((server, tree, probe))
+            waiting.append((server, probe))
         while waiting and signals.received is None:
             job.step()
-            for server, tree, probe in waiting:
-                _refuse_missing(server, tree, probe, start_timeout_s)
+            _refuse_arguments(job, check)
+            still_waiting = []
+            for server, probe in waiting:
+                _refuse_missing(server, probe, start_timeout_s)
                 if probe.answered:
-                    job.say(f"{server.command.name} answers at {server.address.base_url}")
-            waiting = [entry for entry in waiting if not entry[2].answered]
+                    server.refuse_foreigner(at_once=True)
+                    job.say(f"{server.name} answers at {server.planned.address.base_url}")
+                else:
+                    server.refuse_foreigner()
+                    still_waiting.append((server, probe))
+            waiting = still_waiting
+        job.step()
+        _refuse_arguments(job, check)
 
 
-def _refuse_missing(
-    server: PlannedServer, tree: ProcessTree, probe: ReadinessProbe, start_timeout_s: float
-) -> None:
-    name, url = server.command.name, server.address.base_url
-    status = tree.poll()
-    if status is not None:
+def _refuse_arguments(job: Job, check: ProcessTree | None) -> None:
+    """Tells of a mistake that the argument check found; its failure for other reasons is no reason to stop."""
+    if check is not None and check.poll() == _USER_MISTAKE:
+        job.step()
+        lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"section swift is refused; see {check.log_path}")
+
+
+def _refuse_missing(server: ManagedServer, probe: ReadinessProbe, start_timeout_s: float) -> None:
+    name, url, log_path = server.name, server.planned.address.base_url, server.trees[0].log_path
+    if (ended := server.ended()) is not None:
+        tree, status = ended
         raise ServerUnavailable(
-            f"{name} ({url}) must answer before training starts, got exit status={status}; see {tree.log_path}"
+            f"{tree.command.name} ({url}) must answer before training starts, got exit status={status}; "
+            f"see {tree.log_path}"
+        )
+    if probe.refusal is not None:
+        raise ServerUnavailable(
+            f"{name} ({url}) must answer an /infer/, got: {probe.refusal}; see {log_path}"
         )
     if probe.expired:
         raise ServerUnavailable(
             f"{name} ({url}) must answer an /infer/ within start_timeout_s={start_timeout_s:g}, got: "
-            f"{probe.last_error}; see {tree.log_path}, or raise rollout.start_timeout_s"
+            f"{probe.last_error}; see {log_path}, or raise rollout.start_timeout_s"
         )
 
 
-def _follow(job: Job, signals: StopSignals, learner: ProcessTree, servers: list[ProcessTree]) -> None:
-    """Until the learner ends or a signal comes. A server that ends is told of once; the learner runs on."""
-    running = list(servers)
+def _follow(job: Job, signals: StopSignals, learner: ProcessTree, servers: Sequence[ManagedServer]) -> None:
+    """Until the learner ends or a signal comes. A server that ends is told of; the learner runs on."""
     while learner.poll() is None and signals.received is None:
         job.step()
-        for server in running:
-            if (status := server.poll()) is not None:
-                job.end_abandoned(server)
-                job.say(f"{server.command.name} ended with status {status}; the learner runs on without it")
-        running = [server for server in running if server.poll() is None]
+        for server in servers:
+            server.watch(job)
 
 
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:

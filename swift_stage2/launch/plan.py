@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from swift_stage2.config import LearnerProcess, ServerConfig, ServerEngine, ServerProcess, Stage2Config
+from swift_stage2.config import (
+    LearnerProcess,
+    RestartConfig,
+    ServerConfig,
+    ServerEngine,
+    ServerProcess,
+    Stage2Config,
+)
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.process_tree import Command
@@ -26,26 +33,60 @@ _FOREIGN_RANK = (
     "MASTER_PORT",
 )
 _FOREIGN_SIZE = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
+_CHECK_GRACE_S = 1.0
+_MERGER_GRACE_S = 10.0
+_LEAST_MERGED_BATCH = 64
+_LEAST_UPSTREAM_TIMEOUT_S = 600.0
 _KILL_MARGIN_S = 30  # torchrun needs its own time after the ranks' SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
-    """A server to start, where it will answer, and the key that says so in the configuration."""
+    """A server to start, where it will answer, and the key that says so in the configuration.
+
+    With a ``merger`` that is what answers at ``address``, and the server listens on ``upstream_port``.
+    """
 
     command: Command
     address: ServerConfig
     key: str
+    merger: Command | None = None
+    upstream_port: int | None = None
+    is_stock: bool = False
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """What to start, in order."""
+        return (self.command,) if self.merger is None else (self.command, self.merger)
+
+    @property
+    def restart_commands(self) -> tuple[Command, ...]:
+        """What to start when it is started again: its merger must not believe the old weights it comes up with."""
+        if self.merger is None:
+            return self.commands
+        return self.command, replace(self.merger, argv=(*self.merger.argv, "--needs-weights"))
+
+    @property
+    def quiet_port(self) -> int | None:
+        """The port that must be quiet before the start; see ``ports.is_quiet``."""
+        return self.http_ports[0] if self.is_stock else None
+
+    @property
+    def http_ports(self) -> tuple[int, ...]:
+        """The port that each of ``commands`` listens on."""
+        return (self.address.port,) if self.upstream_port is None else (self.upstream_port, self.address.port)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts, in order."""
+    """Everything that ``launch`` starts, in order. ``argument_check`` runs beside the servers' start."""
 
     servers: tuple[PlannedServer, ...]
     learner: Command
     log_dir: Path
     exit_status_file: Path
+    argument_check: Command | None = None
+    restart: RestartConfig = field(default_factory=RestartConfig)
 
 
 def plan_launch(
@@ -66,7 +107,20 @@ def plan_launch(
         )
     )
     learner = _plan_learner(config.launch.learner, config_path, nproc_per_node, outer, status_file)
-    return LaunchPlan(servers=servers, learner=learner, log_dir=log_dir, exit_status_file=status_file)
+    check = Command(
+        name="arguments",
+        argv=(sys.executable, "-m", "swift_stage2.swift_argument_names", str(config_path.absolute())),
+        environment=_environment(outer, ()),
+        grace_s=_CHECK_GRACE_S,
+    )
+    return LaunchPlan(
+        servers=servers,
+        learner=learner,
+        log_dir=log_dir,
+        exit_status_file=status_file,
+        argument_check=check if servers else None,
+        restart=config.launch.restart,
+    )
 
 
 def _run_dir(config: Stage2Config) -> Path:
@@ -84,23 +138,59 @@ def _plan_server(
     model = process.model or config.swift.get("model")
     if not model:
         raise ConfigError(f"launch.servers[{index}] needs a model, got none; write its model, or swift.model")
+    port = process.upstream_port or address.port
+    own = {name: str(value) for name, value in process.env.items()}
     command = Command(
         name=f"server{index}",
-        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address)),
-        environment=_environment(outer, process.devices),
+        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address.host, port)),
+        environment=_environment(outer, process.devices) | own,
         grace_s=config.launch.server_shutdown_timeout_s,
     )
-    return PlannedServer(command=command, address=address, key=f"rollout.servers[{index}]")
+    return PlannedServer(
+        command=command,
+        address=address,
+        key=f"rollout.servers[{index}]",
+        merger=_plan_merger(config, index, process, address, outer),
+        upstream_port=process.upstream_port,
+        is_stock=process.engine is ServerEngine.SWIFT,
+    )
+
+
+def _plan_merger(
+    config: Stage2Config, index: int, process: ServerProcess, address: ServerConfig, outer: Mapping[str, str]
+) -> Command | None:
+    if process.upstream_port is None:
+        return None
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    options = {
+        "upstream": f"http://{host}:{process.upstream_port}",
+        "host": address.host,
+        "port": address.port,
+        "max-batch-size": max(_LEAST_MERGED_BATCH, config.rollout.max_inflight_per_server),
+        "upstream-timeout-s": max(_LEAST_UPSTREAM_TIMEOUT_S, 2 * config.rollout.request_timeout_s),
+        "data-parallel-size": process.args.get("vllm_data_parallel_size", 1),
+        "api-key-env": config.rollout.api_key_env,
+    }
+    is_async = process.args.get("vllm_use_async_engine") is True
+    flags = ["--async-engine"] if is_async else []
+    return Command(
+        name=f"merger{index}",
+        argv=(sys.executable, "-u", "-m", "swift_stage2", "merge", *as_argv(options), *flags),
+        environment=_environment(outer, ()),
+        grace_s=_MERGER_GRACE_S,
+    )
 
 
 def _server_arguments(
-    config: Stage2Config, process: ServerProcess, model: str, address: ServerConfig
+    config: Stage2Config, process: ServerProcess, model: str, host: str, port: int
 ) -> list[str]:
-    place = ["--host", address.host, "--port", str(address.port)]
+    place = ["--host", host, "--port", str(port)]
     options = as_argv(process.args)
+    key = ["--api-key-env", config.rollout.api_key_env]
     if process.engine is ServerEngine.TRANSFORMERS:
-        key = ["--api-key-env", config.rollout.api_key_env]
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
+    if process.engine is ServerEngine.VLLM:
+        return ["-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", model, *place, *key, *options]
     api_key = config.rollout.api_key()
     secret = ["--api_key", api_key] if api_key else []  # the stock server takes it from nowhere else
     return ["-m", "swift.cli.rollout", "--model", model, *place, *secret, *options]

@@ -6,11 +6,14 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import psutil
 
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.plan import PlannedServer
+
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 def refuse_busy_ports(servers: Sequence[PlannedServer]) -> None:
@@ -22,11 +25,61 @@ def refuse_busy_ports(servers: Sequence[PlannedServer]) -> None:
     """
     for server in servers:
         host = server.address.host
-        _refuse_busy(host, server.address.port, f"{server.key}.base_url")
-        _refuse_busy(host, server.address.group_port, f"{server.key}.group_port")
+        refuse_busy(host, server.address.port, f"{server.key}.base_url")
+        refuse_busy(host, server.address.group_port, f"{server.key}.group_port")
+        if server.upstream_port is not None:
+            key = server.key.replace("rollout.", "launch.", 1)
+            refuse_busy(host, server.upstream_port, f"{key}.upstream_port")
 
 
-def _refuse_busy(host: str, port: int, key: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens on a port; no ``pid`` when the process is another user's."""
+
+    pid: int | None
+    name: str
+
+    def is_below(self, pid: int) -> bool:
+        """Whether it is process ``pid`` or one that hangs below it."""
+        if self.pid is None:
+            return False
+        try:
+            return self.pid == pid or any(parent.pid == pid for parent in psutil.Process(self.pid).parents())
+        except psutil.Error:
+            return False
+
+
+def listener_at(host: str, port: int) -> Listener | None:
+    """Who would answer at this address of this machine; None when nobody listens there."""
+    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    for connection in psutil.net_connections(kind="tcp"):
+        local = connection.laddr
+        if connection.status != psutil.CONN_LISTEN or not local or local.port != port:
+            continue
+        if local.ip not in (address, *_ANY_ADDRESS):
+            continue
+        try:
+            name = "another user's" if connection.pid is None else psutil.Process(connection.pid).name()
+        except psutil.Error:
+            continue  # it has just ended
+        return Listener(connection.pid, name)
+    return None
+
+
+def is_quiet(port: int) -> bool:
+    """Whether a stock server would take this port. It asks without SO_REUSEADDR and on every address, so that
+    connections of an earlier server, kept by the system for a minute after they closed, move it to the next port.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def refuse_busy(host: str, port: int, key: str) -> None:
+    """Checks one port; ``key`` is the one in the configuration that names it. Raises as ``refuse_busy_ports``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -35,7 +88,7 @@ def _refuse_busy(host: str, port: int, key: str) -> None:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} of {key} must be free, got port={port} in use{_holder(port)}; "
+                f"port {port} of {key} must be free, got port={port} in use{holder_of(port)}; "
                 f"end that process, or change {key}"
             ) from exc
         if exc.errno == errno.EACCES:
@@ -46,8 +99,8 @@ def _refuse_busy(host: str, port: int, key: str) -> None:
         ) from exc
 
 
-def _holder(port: int) -> str:
-    """Who listens there, as far as this user may know."""
+def holder_of(port: int) -> str:
+    """Who listens there, as far as this user may know: `` by process N (NAME)``, or nothing."""
     try:
         for connection in psutil.net_connections(kind="tcp"):
             local = connection.laddr

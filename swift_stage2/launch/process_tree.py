@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ class ProcessTree:
     def __init__(self, command: Command, log_path: Path) -> None:
         self.command = command
         self.log_path = log_path
+        self._asked: float | None = None  # monotonic seconds
         read_end, self._control = os.pipe2(os.O_CLOEXEC)
         warden = [sys.executable, "-m", "swift_stage2.launch.warden", f"--control-fd={read_end}"]
         try:
@@ -62,8 +64,14 @@ class ProcessTree:
     def ask_to_end(self) -> None:
         """Tells the warden to end the tree; may be called again."""
         if self._control >= 0:
+            self._asked = time.monotonic()
             os.close(self._control)
             self._control = -1
+
+    def is_overdue(self, margin_s: float) -> bool:
+        """Whether it still runs though it was asked to end longer ago than its grace and ``margin_s``."""
+        late = self._asked is not None and time.monotonic() > self._asked + self.command.grace_s + margin_s
+        return late and self.poll() is None
 
     def kill_warden(self) -> None:
         """For a warden that outlived its grace. Its tree is then the launcher's to end."""

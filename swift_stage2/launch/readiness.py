@@ -22,6 +22,8 @@ class ReadinessProbe:
 
     def __init__(self, name: str, base_url: str, api_key: str | None, timeout_s: float) -> None:
         self.last_error = "no answer yet"
+        self.refusal: str | None = None
+        """What no waiting mends: another API key, or a fault of the probe itself."""
         self._session = ServerSession(base_url, api_key)
         self._end = time.monotonic() + timeout_s
         self._answered = threading.Event()
@@ -58,7 +60,13 @@ class ReadinessProbe:
                     protocol.parse_infer_reply(self._session.post(protocol.INFER, body, Deadline(left_s)), 1)
                 except (ServerFault, ProtocolError) as exc:
                     self.last_error = str(exc)
+                    if isinstance(exc, ServerFault) and exc.refuses_key:
+                        self.refusal = str(exc)
+                        return
                     self._cancelled.wait(timeout=_PAUSE_S)
+                except Exception as exc:  # top of the thread: its end would look like a server that is silent
+                    self.refusal = f"the probe itself failed: {type(exc).__name__}: {exc}"
+                    return
                 else:
                     self._answered.set()
                     return

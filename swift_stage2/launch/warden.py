@@ -1,4 +1,4 @@
-"""A program that runs one command and takes its whole process tree with it when it ends.
+"""A program that runs one command and takes its whole process tree with it when it ends, shared memory included.
 
 It ends when the command ends, on a signal, or when the pipe to the launcher closes. The command gets
 SIGTERM first and its grace; whatever it leaves behind is ended after it. Exit status: the command's.
@@ -13,12 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from swift_stage2.launch.descendants import adopt_orphans, end_descendants
+from swift_stage2.launch.shared_memory import SharedMemoryWatch
 from swift_stage2.launch.stop_signals import StopSignals
 
 _LONGEST_STRAY_PATIENCE_S = 10.0
 _KILL_DEADLINE_S = 10.0
 _LONGEST_WAIT_S = 60.0
+_LOOK_EVERY_S = 5.0  # segments that are younger when their process is killed are not known
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,22 +43,34 @@ def main(argv: Sequence[str]) -> int:
             )
             return 127
         pidfd = os.pidfd_open(child.pid)
+        memory = SharedMemoryWatch()
         try:
-            _wait_for_end(child, pidfd, signals, options.control_fd)
+            _wait_for_end(child, pidfd, signals, options.control_fd, memory)
+            memory.look(psutil.Process().children(recursive=True))
             _end(child, pidfd, signals, options.grace_s)
         finally:
             os.close(pidfd)
             left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
+            abandoned = memory.unlink_abandoned()
+    if abandoned:
+        print(f"removed shared memory that killed processes left: {', '.join(abandoned)}", flush=True)
     if left:
         print(f"processes that SIGKILL did not end: {left}", flush=True)
     status = child.returncode
     return status if status >= 0 else 128 - status
 
 
-def _wait_for_end(child: subprocess.Popen[bytes], pidfd: int, signals: StopSignals, control_fd: int) -> None:
+def _wait_for_end(
+    child: subprocess.Popen[bytes],
+    pidfd: int,
+    signals: StopSignals,
+    control_fd: int,
+    memory: SharedMemoryWatch,
+) -> None:
     """Until the command has ended, a signal came, or the launcher closed the pipe (it never writes)."""
     while child.poll() is None and signals.received is None:
-        signals.wait(_LONGEST_WAIT_S, also=(pidfd, control_fd))
+        memory.look(psutil.Process().children(recursive=True))
+        signals.wait(_LOOK_EVERY_S, also=(pidfd, control_fd))
         if child.poll() is None and _is_closed(control_fd):
             return
 

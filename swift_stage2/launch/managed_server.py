@@ -1,0 +1,189 @@
+"""One server of a job, its merger included, as long as the launch lasts: started, verified, perhaps started again.
+
+A restarted server comes up with old weights. Nothing is asked of it here, because the learner may be in the middle
+of a sync round with it: that the started processes listen on their ports is all that is looked at, and the
+learner's own suspicion keeps rollouts away before a round has proven it.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import Enum, auto
+
+from swift_stage2.config import RestartConfig
+from swift_stage2.errors import ServerUnavailable
+from swift_stage2.launch.job import Job
+from swift_stage2.launch.plan import PlannedServer
+from swift_stage2.launch.ports import Listener, is_quiet, listener_at
+from swift_stage2.launch.process_tree import Command, ProcessTree
+from swift_stage2.launch.restarts import RestartBudget
+
+_LOOK_INTERVAL_S = 1.0
+_PORT_PATIENCE_S = 60.0
+QUIET_PATIENCE_S = 90.0  # Linux keeps a closed connection for 60 s
+_START_FAILED = 1  # a status for a start that did not come up
+
+
+class _State(Enum):
+    UP = auto()
+    ENDING = auto()  # what is left of it is being ended; it starts again after its delay
+    COMING = auto()  # started again, not listening yet
+    GONE = auto()
+
+
+class ManagedServer:
+    """Call ``start``, ``refuse_foreigner`` until it answers, then ``watch`` in every turn of the launcher's loop."""
+
+    def __init__(
+        self,
+        planned: PlannedServer,
+        restart: RestartConfig,
+        start_timeout_s: float,
+        quiet_patience_s: float = QUIET_PATIENCE_S,
+    ) -> None:
+        self.planned = planned
+        self.trees: tuple[ProcessTree, ...] = ()
+        self._budget = RestartBudget(restart)
+        self._start_timeout_s = start_timeout_s
+        self._quiet_patience_s = quiet_patience_s
+        self._quiet_by: float | None = None  # while it waits for its port
+        self._state = _State.UP
+        self._moment = 0.0  # when to start again, or by when it has to listen
+        self._next_look = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return self.planned.command.name
+
+    def start(self, job: Job) -> None:
+        """Starts the server, and its merger. Wait for ``may_start`` first."""
+        self.trees = tuple(job.start(command) for command in self.planned.commands)
+
+    def may_start(self, job: Job) -> bool:
+        """Whether a stock server would take its own port now; says once what is waited for.
+
+        Raises:
+            ServerUnavailable: the port did not become quiet in time.
+        """
+        port = self.planned.quiet_port
+        if port is None or is_quiet(port):
+            self._quiet_by = None
+            return True
+        now = time.monotonic()
+        if self._quiet_by is None:
+            self._quiet_by = now + self._quiet_patience_s
+            job.say(
+                f"{self.name}: port {port} still has closed connections of an earlier server; waiting up to "
+                f"{self._quiet_patience_s:g} s, because ms-swift would take the next port"
+            )
+        elif now >= self._quiet_by:
+            self._quiet_by = None
+            raise ServerUnavailable(
+                f"port {port} of {self.name} must be free of connections, got some after "
+                f"{self._quiet_patience_s:g} s; end what holds it (ss -tan 'sport = :{port}'), or change the port"
+            )
+        return False
+
+    def ended(self) -> tuple[ProcessTree, int] | None:
+        """The first of its trees that has ended, and its status."""
+        for tree in self.trees:
+            if (status := tree.poll()) is not None:
+                return tree, status
+        return None
+
+    def refuse_foreigner(self, *, at_once: bool = False) -> bool:
+        """Whether all ports are held by what was started here; looks once a second unless ``at_once``.
+
+        Raises:
+            ServerUnavailable: another process holds a port: a stock server silently takes the next one then.
+        """
+        if not at_once and time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _LOOK_INTERVAL_S
+        held = True
+        for command, tree, port, listener in self._listeners():
+            if listener is not None and not listener.is_below(tree.pid):
+                raise ServerUnavailable(
+                    f"port {port} must be held by {command.name}, got process {listener.pid} ({listener.name}), which "
+                    f"answers in its place; end that process, or change the port; see {tree.log_path}"
+                )
+            held = held and listener is not None
+        return held
+
+    def watch(self, job: Job) -> None:
+        """Tells of an end once, and starts it again when that is wanted; never waits."""
+        now = time.monotonic()
+        if self._state in (_State.UP, _State.COMING) and (ended := self.ended()) is not None:
+            self._note_end(job, *ended, now)
+        elif self._state is _State.COMING:
+            self._look_whether_it_came(job, now)
+        elif self._state is _State.ENDING:
+            self._start_again(job, now)
+
+    def _note_end(self, job: Job, tree: ProcessTree, status: int, now: float) -> None:
+        for other in self.trees:
+            other.ask_to_end()
+        job.end_abandoned(tree)
+        text = f"{tree.command.name} ended with status {status}; the learner runs on without it"
+        self._plan_restart(job, text, status, now)
+
+    def _plan_restart(self, job: Job, text: str, status: int, now: float) -> None:
+        delay_s = self._budget.next_delay_s(status)
+        if delay_s is None:
+            self._state = _State.GONE
+            job.say(text)
+        else:
+            self._state, self._moment = _State.ENDING, now + delay_s
+            job.say(f"{text}; it is started again in {delay_s:g} s ({self._budget.describe()})")
+
+    def _start_again(self, job: Job, now: float) -> None:
+        if now < self._moment or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_INTERVAL_S
+        running = [tree for tree in self.trees if tree.poll() is None]
+        if running:
+            job.end_late(running)
+            return
+        busy = [port for _, _, port, listener in self._listeners() if listener is not None]
+        if busy and now < self._moment + _PORT_PATIENCE_S:
+            return
+        if busy:
+            self._state = _State.GONE
+            job.say(f"{self.name} is not started again: port {busy[0]} is still held")
+            return
+        try:
+            if not self.may_start(job):
+                return
+        except ServerUnavailable as error:
+            self._state = _State.GONE
+            job.say(f"{self.name} is not started again: {error}")
+            return
+        self._state, self._moment = _State.COMING, now + self._start_timeout_s
+        self.trees = tuple(job.start(command) for command in self.planned.restart_commands)
+
+    def _look_whether_it_came(self, job: Job, now: float) -> None:
+        problem = ""
+        try:
+            if self.refuse_foreigner():
+                self._state = _State.UP
+                url = self.planned.address.base_url
+                job.say(f"{self.name} listens again at {url}; it is asked again after a proven round")
+                return
+        except ServerUnavailable as error:
+            problem = str(error)
+        if now >= self._moment:
+            problem = f"{self.name} must listen within start_timeout_s={self._start_timeout_s:g}"
+        if problem:
+            for tree in self.trees:
+                tree.ask_to_end()
+            self._plan_restart(job, problem, _START_FAILED, now)
+
+    def _listeners(self) -> list[tuple[Command, ProcessTree, int, Listener | None]]:
+        host = self.planned.address.host
+        return [
+            (command, tree, port, listener_at(host, port))
+            for command, tree, port in zip(
+                self.planned.commands, self.trees, self.planned.http_ports, strict=True
+            )
+        ]
