@@ -2,9 +2,15 @@
 
     run             swift-stage2 bench NAME …
     learning        does channel B pay? A alone against a share of B: F1 on the same held-out scenes
+    faults          does anything get lost when a server breaks? a package of its own
     overhead        what does the trainer cost when B is off? against plain ``swift sft``
+    sync            what does a round cost? against a raw broadcast of the same bytes on the same transport
+    pending         how long does a round wait for rollouts? with aborts and without
+    merge           does a server stay full at several client ranks? stock, stock merged, ours
     plain_sft       the other arm's program
     step_clock      the plugin that overhead gives to both arms
+    servers         rollout servers on free ports; client_ranks: processes that post at the same moment
+    raw_peer        the other end of a raw broadcast; sized_model: weights of a wanted size
     paired_steps    paired step times into medians and bounds
 
 Results are printed as a table and written as JSON with everything that was measured.

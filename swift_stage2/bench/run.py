@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from swift_stage2.errors import ChildFailed
 
 BENCHES = {
+    "faults": ("swift_stage2.bench.faults.run", "a server broken in every way under a real job"),
     "learning": ("swift_stage2.bench.learning", "A alone against a share of B: F1 on held-out scenes"),
+    "merge": ("swift_stage2.bench.merge", "requests/s at several client ranks: stock, stock merged, ours"),
     "overhead": ("swift_stage2.bench.overhead", "b_ratio 0 against plain swift sft: step times"),
+    "pending": (
+        "swift_stage2.bench.pending",
+        "how long sync rounds wait for rollouts, with aborts and without",
+    ),
+    "sync": ("swift_stage2.bench.sync", "a sync round against a raw broadcast of the same bytes"),
 }
 _FAILED = 1
 

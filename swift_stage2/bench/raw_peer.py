@@ -1,0 +1,71 @@
+"""The receiving end of a raw broadcast, as a process of its own; started by ``bench sync``.
+
+``python -m swift_stage2.bench.raw_peer TRANSPORT PORT NUM_BYTES…`` receives these buckets again and again until
+the sender has gone. Buffers are allocated and touched before the first broadcast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from swift_stage2.collectives import GlooCommunicator, WeightGroup
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 300.0
+OURS = "ours"
+STOCK = "stock"
+
+
+class RawSender:
+    """The sending end: the transport's own group, and nothing around it."""
+
+    def __init__(self, transport: str, port: int) -> None:
+        self._group = _join(transport, port, WeightGroup.LEARNER_RANK)
+
+    def send(self, flat: torch.Tensor) -> None:
+        """One broadcast of a contiguous CPU tensor."""
+        self._broadcast(flat)
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        if isinstance(self._group, WeightGroup):
+            self._group.broadcast(flat)
+        else:
+            self._group.broadcast(flat, WeightGroup.LEARNER_RANK)
+
+    def close(self) -> None:
+        """Leaves the group; the peer ends."""
+        if isinstance(self._group, WeightGroup):
+            self._group.close()
+        del self._group
+
+
+def main(argv: Sequence[str]) -> int:
+    """Receives until the sender has gone."""
+    transport, port, *sizes = argv
+    buffers = [torch.ones(int(size), dtype=torch.uint8) for size in sizes]
+    group = _join(transport, int(port), WeightGroup.SERVER_RANK)
+    while True:
+        for buffer in buffers:
+            try:
+                if isinstance(group, WeightGroup):
+                    group.broadcast(buffer)
+                else:
+                    group.broadcast(buffer, WeightGroup.LEARNER_RANK)
+            except RuntimeError:
+                return 0  # the sender has gone
+
+
+def _join(transport: str, port: int, rank: int) -> WeightGroup | GlooCommunicator:
+    if transport == OURS:
+        return WeightGroup(rank, HOST, port, TIMEOUT_S)
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(HOST, port, rank=rank, world_size=2, store_timeout=int(TIMEOUT_S))
+    return GlooCommunicator(group, timeout_s=TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
