@@ -91,7 +91,7 @@ def error(status: int = 500, text: str = "Internal Server Error") -> Answer:
 
 @dataclass
 class FakeRolloutServer:
-    """Listens on a free port of 127.0.0.1 for as long as the context lasts."""
+    """Listens on 127.0.0.1, on a free port if none is given, for as long as the context lasts."""
 
     on_infer: Behaviour = echo
     on_reset: Behaviour = lambda call: Answer(
@@ -100,6 +100,7 @@ class FakeRolloutServer:
     on_get: Behaviour = lambda call: Answer(status=404)
     calls: list[Call] = field(default_factory=list)
     most_at_once: int = 0
+    port: int = 0
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -118,7 +119,7 @@ class FakeRolloutServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing is printed."""
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), name="fake-server")
 

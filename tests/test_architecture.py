@@ -23,7 +23,13 @@ WAITING_METHODS = {
     "result": 0,
     "communicate": 1,
 }
-KNOWS_SWIFT = {"trainer.py", "swift_parsing.py", "channel_b/encoding.py"}
+KNOWS_SWIFT = {
+    "trainer.py",
+    "swift_parsing.py",
+    "swift_argument_names.py",
+    "channel_b/encoding.py",
+    "doctor/preparation.py",
+}
 KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/")
 
 
@@ -60,7 +66,11 @@ def test_the_rule_about_waits_finds_what_it_looks_for() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_no_wait_is_without_a_deadline(file: Path) -> None:
-    assert list(waits_for_ever(ast.parse(file.read_text(encoding="utf-8")))) == []
+    """A comment on the line says what else bounds it."""
+    source = file.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    waits = list(waits_for_ever(ast.parse(source)))
+    assert [found for found in waits if "# deadline:" not in lines[found[0] - 1]] == []
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if name_of(file) != "collectives.py"], ids=name_of)

@@ -91,6 +91,12 @@ def _token_count(batch: Mapping[str, Any]) -> float:
     return float(batch["input_ids"].numel())
 
 
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where vLLM is installed: the fake server is a stock one."""
+    monkeypatch.setattr(assembly, "_vllm_is_installed", lambda: True)
+
+
 # --- servers -----------------------------------------------------------------------------------------
 
 
@@ -114,12 +120,13 @@ def test_a_server_that_errs_until_the_time_is_over_is_missing(
         assembly._wait_for_servers(configure(server.url), SingleRank())
 
 
-def test_a_wrong_key_is_told_with_the_place_to_set_it(
+def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: Answer(status=401, body=b"send the key")
     with pytest.raises(ServerUnavailable, match="status 401: send the key; set the variable"):
-        assembly._wait_for_servers(configure(server.url), SingleRank())
+        assembly._wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
+    assert len(server.calls) == 1  # no waiting mends it
 
 
 def test_a_server_that_still_loads_its_model_is_waited_for(
@@ -139,13 +146,21 @@ def test_a_server_that_comes_up_late_is_waited_for(
     assert len(server.calls) == 2
 
 
+def test_a_stock_server_needs_vllm_beside_the_learner(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_vllm_is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="vLLM must be installed beside the learner, got none; install it"):
+        assembly._wait_for_servers(configure(server.url), SingleRank())
+
+
 def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[..., Stage2Config]) -> None:
     class OtherRank(SingleRank):
         rank = 1
 
         def broadcast(self, message: Any) -> Any:
-            assert message == ""
-            return "http://node7:8000: ConnectError"
+            assert message is None
+            return {"answers": False, "missing": "http://node7:8000: ConnectError", "refused": ""}
 
     with pytest.raises(ServerUnavailable, match="http://node7:8000: ConnectError"):
         assembly._wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
@@ -177,9 +192,9 @@ def test_a_pack_must_hold_a_prompt_and_its_answer(
     num_prompt = len(encoder.encode_prompt(sample).token_ids)
     needed = num_prompt + 100
     fits, short = (configure("http://127.0.0.1:9", packing_length=length) for length in (needed, needed - 1))
-    assembly._check_samples(fits, encoder, make_task(), [sample])
+    assembly.check_samples(fits, encoder, make_task(), [sample])
     with pytest.raises(ConfigError) as caught:
-        assembly._check_samples(short, encoder, make_task(), [sample])
+        assembly.check_samples(short, encoder, make_task(), [sample])
     assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
     assert f"write packing_length: {needed} or more" in str(caught.value)
 
@@ -188,7 +203,7 @@ def test_another_dialect_than_channel_as_is_refused(
     configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
-        assembly._check_samples(
+        assembly.check_samples(
             configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])]
         )
 
@@ -199,10 +214,10 @@ def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[s
         for number, row in enumerate(rows[:8])
     ]
     spoilt[3], spoilt[6] = rows[3], rows[6]
-    samples = assembly._usable_samples(spoilt, seed=1, encoder=encoder)
+    samples = assembly.usable_samples(spoilt, seed=1, encoder=encoder)
     assert {sample.key.index for sample in samples} == {3, 6}
     assert [sample.key for sample in samples] == [
-        sample.key for sample in assembly._usable_samples(spoilt, seed=1, encoder=encoder)
+        sample.key for sample in assembly.usable_samples(spoilt, seed=1, encoder=encoder)
     ], "all ranks look at the same samples"
 
 
@@ -211,7 +226,7 @@ def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder
     with pytest.raises(
         DatasetError, match=r"got none among num_rows=5, the first because: a row needs objects="
     ):
-        assembly._usable_samples(rows, seed=1, encoder=encoder)
+        assembly.usable_samples(rows, seed=1, encoder=encoder)
 
 
 # --- a whole run -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from swift_stage2 import __version__, cli
 from swift_stage2.errors import DatasetError, Stage2Error
 
-COMMANDS = ("train", "launch", "rollout", "demo", "bench")
+COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

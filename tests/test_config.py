@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.config import ServerConfig, Stage2Config, StarvationAction, load_config
+from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
 from swift_stage2.errors import ConfigError, UserError
@@ -108,7 +108,6 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.request_timeout_s", math.inf, ["request_timeout_s=inf", "finite"]),
         ("rollout.request_timeout_s", None, ["request_timeout_s=None", "a number"]),
         ("rollout.start_timeout_s", -3, ["start_timeout_s=-3.0"]),
-        ("rollout.sync.on_pending", "abort", ["on_pending='abort'", "write on_pending: wait"]),
         ("rollout.sync.timeout_s", 0, ["timeout_s=0.0", "rollout.sync"]),
         ("rollout.sync.mode", "delta", ["mode='delta'", "full"]),
         ("control_timeout_s", 0, ["control_timeout_s=0.0"]),
@@ -132,6 +131,25 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("launch", {"servers": [{"devices": [0, 1]}], "learner": {"devices": [1]}}, ["device 1", "servers[0]"]),
         ("launch.learner", {"devices": [0], "nproc_per_node": 2}, ["nproc_per_node=2", "devices=[0]"]),
         ("launch.learner", {"devices": [0, 0]}, ["devices=[0, 0]"]),
+        (
+            "launch.servers",
+            [{"engine": "vllm", "merge": True, "upstream_port": 9}],
+            ["engine='vllm'", "remove merge"],
+        ),
+        ("launch.servers", [{"merge": True}], ["merge=True upstream_port=None", "write both or neither"]),
+        ("launch.servers", [{"upstream_port": 9}], ["merge=False upstream_port=9"]),
+        ("launch.servers", [{"merge": True, "upstream_port": 0}], ["upstream_port=0", "1..65535"]),
+        (
+            "launch.servers",
+            [{"merge": True, "upstream_port": 51216}],
+            ["servers[0].upstream_port=51216 more than once"],
+        ),
+        ("launch.servers", [{"env": {"CUDA_VISIBLE_DEVICES": "1"}}], ["CUDA_VISIBLE_DEVICES", "write devices"]),
+        ("launch.servers", [{"env": {"A": True}}], ["A=True", "quote it"]),
+        ("launch.servers", [{"env": {"A": [1]}}], ["A=[1]", "quote it"]),
+        ("launch.restart.max_restarts", 0, ["max_restarts=0", "policy: never"]),
+        ("launch.restart.backoff_s", -1, ["backoff_s=-1"]),
+        ("launch.restart.policy", "always", ["policy='always'", "on_failure"]),
     ],
 )  # fmt: skip
 def test_refused_values_are_named_with_range_and_remedy(
@@ -260,6 +278,7 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         ("tuner_type", "lora"),
         ("truncation_strategy", "delete"),
         ("deepspeed", "zero2"),
+        ("deepspeed", "zero3"),
         ("average_tokens_across_devices", True),
         ("group_by_length", True),
         ("quant_bits", None),
@@ -427,3 +446,9 @@ def test_every_example_is_read_without_a_warning(file: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert len(list((Path(__file__).parents[1] / "configs").glob("*.yaml"))) >= 2
+
+
+@pytest.mark.parametrize("name", ["host", "--port", "model", "api-key-env", "api_key", "engine"])
+def test_what_launch_writes_itself_is_refused_among_a_servers_args(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"args must not set {name}; launch takes it from"):
+        ServerProcess(args={name: "x"})

@@ -80,6 +80,36 @@ def test_weights_that_rank_zero_cannot_export_raise_the_same_error_on_both(
     assert {result["export_fails"]["version"] for result in results} == {0}
 
 
+def test_all_ranks_gather_every_bucket_of_weights_that_no_rank_holds_whole(
+    results: list[dict[str, Any]],
+) -> None:
+    assert [result["gathered"] for result in results] == [{"error": None, "version": 1, "num_gathers": 4}] * 2
+
+
+def test_a_bucket_that_rank_zero_alone_cannot_export_leaves_no_rank_in_a_gather(
+    results: list[dict[str, Any]],
+) -> None:
+    first, second = (result["gather_fails"] for result in results)
+    assert first == second
+    assert first["error"].startswith("WeightSyncError: weights must be finite")
+    assert "tensor=2;" in first["error"]
+    assert (first["version"], first["num_gathers"]) == (0, 3)
+
+
+def test_a_canary_that_fails_on_one_rank_raises_the_same_on_both_before_anything_is_gathered(
+    results: list[dict[str, Any]],
+) -> None:
+    error = "WeightSyncError: rank 1: the learner's canary failed: RuntimeError: no memory"
+    assert [result["canary_fails"] for result in results] == [
+        {"error": error, "version": 0, "num_gathers": 0}
+    ] * 2
+
+
+def test_nobody_gathers_for_servers_that_are_lost(results: list[dict[str, Any]]) -> None:
+    first, second = (result["gather_for_nobody"]["num_gathers"] for result in results)
+    assert first == second <= 2  # one bucket handed over, one in the making
+
+
 def test_a_server_that_dies_in_a_round_leaves_the_version_and_closes_the_fence(
     results: list[dict[str, Any]],
 ) -> None:
@@ -97,6 +127,17 @@ def test_what_one_rank_suspects_no_rank_asks(results: list[dict[str, Any]]) -> N
     for result in results:
         assert result["one_rank_suspects"]["open"] == [True, True, False, False]
         assert result["one_rank_suspects"]["proven"][2:] == [[], []]
+
+
+def test_a_loss_that_the_probe_of_rank_zero_finds_withdraws_the_server_on_both(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["probe_finds_a_loss"]
+        assert scenario["open"] == [True, True, False, False]
+        assert scenario["proven"][2:] == [[], []]
+        assert scenario["distrusted"] == [0]
+        assert scenario["targets"] == []  # suspect, until it answers again
 
 
 def test_a_server_that_became_suspect_since_the_last_step_is_not_pushed_to(

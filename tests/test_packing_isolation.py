@@ -18,10 +18,20 @@ from swift_stage2.channel_b.records import Sample
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ConfigError, DatasetError
-from swift_stage2.packing_isolation import check_isolation, ground_truth_segments, isolation_error
+from swift_stage2.packing_isolation import (
+    check_isolation,
+    collate_for_isolation,
+    ground_truth_segments,
+    isolation_batches,
+    isolation_error,
+)
 from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 IMAGE_SIZES = ((112, 112), (150, 100), (60, 200), (84, 84))
+
+
+def _check(encoder: Encoder, samples: list[Sample], packed_loss: Any, **settings: Any) -> None:
+    check_isolation(isolation_batches(encoder, make_task(), samples), packed_loss, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +78,13 @@ def test_the_packed_loss_is_the_sum_of_the_single_losses(
 ) -> None:
     segments = ground_truth_segments(encoder, make_task(), [samples[n] for n in chosen])
     assert len(segments) == len(chosen)
-    assert isolation_error(encoder, segments, trainer.packed_loss) < 1e-5
+    assert isolation_error(collate_for_isolation(encoder, segments), trainer.packed_loss) < 1e-5
 
 
 def test_the_check_passes_on_a_trainer_that_has_begun(
     trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample]
 ) -> None:
-    check_isolation(encoder, make_task(), samples[:3], trainer.packed_loss)
+    _check(encoder, samples[:3], trainer.packed_loss)
 
 
 def test_packed_loss_leaves_no_trace(trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample]) -> None:
@@ -97,7 +107,7 @@ def test_without_the_row_of_text_positions_the_check_refuses(
         return trainer.packed_loss({**batch, "position_ids": batch["position_ids"][1:]})
 
     with pytest.raises(ConfigError, match=r"packed segments must not see each other.*set swift\.attn_impl"):
-        check_isolation(encoder, make_task(), samples[:3], leaking)
+        _check(encoder, samples[:3], leaking)
 
 
 def test_with_a_cache_the_check_refuses(
@@ -107,7 +117,7 @@ def test_with_a_cache_the_check_refuses(
         return trainer.packed_loss({**batch, "use_cache": True})
 
     with pytest.raises(ConfigError, match="packed segments must not see each other"):
-        check_isolation(encoder, make_task(), samples[:3], caching)
+        _check(encoder, samples[:3], caching)
 
 
 # --- the check itself ------------------------------------------------------------------------------
@@ -125,7 +135,7 @@ def plain_encoder() -> Encoder:
 
 def test_a_loss_that_is_not_a_number_proves_nothing(plain_encoder: Encoder, samples: list[Sample]) -> None:
     with pytest.raises(ConfigError, match=r"differs .* by nan"):
-        check_isolation(plain_encoder, make_task(), samples[:3], lambda batch: math.nan)
+        _check(plain_encoder, samples[:3], lambda batch: math.nan)
 
 
 def test_the_limit_is_wider_in_half_precision(plain_encoder: Encoder, samples: list[Sample]) -> None:
@@ -133,9 +143,9 @@ def test_the_limit_is_wider_in_half_precision(plain_encoder: Encoder, samples: l
         packed = len(batch["cu_seq_lens_q"]) > 2
         return _token_count(batch) * (1.002 if packed else 1)
 
-    check_isolation(plain_encoder, make_task(), samples[:3], off_by_two_per_mille, half_precision=True)
+    _check(plain_encoder, samples[:3], off_by_two_per_mille, half_precision=True)
     with pytest.raises(ConfigError, match=r"by 2\.0e-03 \(limit 5e-04\)"):
-        check_isolation(plain_encoder, make_task(), samples[:3], off_by_two_per_mille)
+        _check(plain_encoder, samples[:3], off_by_two_per_mille)
 
 
 def test_a_bad_sample_is_left_out_of_the_check(plain_encoder: Encoder, samples: list[Sample]) -> None:
@@ -146,7 +156,7 @@ def test_a_bad_sample_is_left_out_of_the_check(plain_encoder: Encoder, samples: 
         packed.append(len(batch["cu_seq_lens_q"]) - 1)
         return _token_count(batch)
 
-    check_isolation(plain_encoder, make_task(), [bad, samples[1]], remember)
+    _check(plain_encoder, [bad, samples[1]], remember)
     assert packed[-1] == 2, "one sample is packed with itself"
     with pytest.raises(DatasetError, match="got none among the first num_samples=1"):
-        check_isolation(plain_encoder, make_task(), [bad], remember)
+        _check(plain_encoder, [bad], remember)

@@ -170,12 +170,45 @@ def test_a_round_waits_for_the_question_under_way_and_forgets_its_answer(
     assert probe.answering() == frozenset()
 
 
+def test_a_trusted_server_that_was_lost_is_told_until_a_round_ran(server: FakeRolloutServer) -> None:
+    answers: list[tuple[int, ...]] = [(), (1,), ()]
+    probe = SuspectProbe(
+        rank=0, api_key=None, interval_s=INTERVAL_S, find_lost=lambda: answers.pop(0) if answers else ()
+    )
+    probe.start()
+    _wait_until(lambda: not answers)
+    _wait_until(lambda: probe.lost() == {1})  # and it stays so, though the last answer names nobody
+    with probe.paused():
+        assert probe.lost() == {1}
+    assert probe.lost() == frozenset()
+    probe.stop()
+
+
+def test_nothing_is_looked_for_while_a_round_runs(
+    probe: SuspectProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned_away: list[bool] = []
+    look = probe._look_for_lost
+
+    def counted() -> None:
+        look()
+        turned_away.append(True)
+
+    with probe.paused():
+        monkeypatch.setattr(probe, "_look_for_lost", counted)
+        monkeypatch.setattr(probe, "_find_lost", lambda: (0,))
+        _wait_until(lambda: len(turned_away) >= 3)
+        assert probe.lost() == frozenset()
+    _wait_until(lambda: probe.lost() == {0})
+
+
 def test_other_ranks_ask_nobody(server: FakeRolloutServer) -> None:
-    probe = SuspectProbe(rank=1, api_key=None, interval_s=INTERVAL_S)
+    probe = SuspectProbe(rank=1, api_key=None, interval_s=INTERVAL_S, find_lost=lambda: (0,))
     probe.start()
     probe.watch([server.url])
     assert probe._thread.ident is None
     assert probe.answering() == frozenset()
+    assert probe.lost() == frozenset()
     with probe.paused():
         pass
     probe.stop()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2 import weight_checksum
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weight_checksum import all_finite, checksum_tensor
 
 
 def expected_checksum(data: bytes, dtype: str) -> str:
@@ -54,20 +54,31 @@ def test_the_dtype_is_part_of_it_and_the_layout_in_memory_is_not() -> None:
     assert checksum_tensor(matrix.t().contiguous().t()) == checksum_tensor(matrix)
 
 
-def test_long_tensors_are_summed_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = checksum_tensor(tensor)
-    monkeypatch.setattr(weight_checksum, "_CHUNK_WORDS", 7)
-    assert checksum_tensor(tensor) == whole
+@given(data=st.binary(min_size=1, max_size=2000))
+def test_long_tensors_are_summed_in_pieces_with_the_same_result(data: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_checksum, "_ROW_WORDS", 8)
+        patch.setattr(weight_checksum, "_CHUNK_ROWS", 3)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        assert checksum_tensor(tensor) == expected_checksum(data, "uint8")
 
 
-def test_nan_bits_and_signed_zeros_count() -> None:
-    assert checksum_tensor(torch.tensor([0.0])) != checksum_tensor(torch.tensor([-0.0]))
-    quiet = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
-    payload = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert checksum_tensor(quiet) != checksum_tensor(payload)
-    assert checksum_tensor(quiet) == checksum_tensor(quiet.clone())
+def test_a_tensor_longer_than_one_piece_at_full_size() -> None:
+    tensor = torch.randn(5_000_003, generator=torch.Generator().manual_seed(0))
+    data = tensor.numpy().tobytes()
+    assert checksum_tensor(tensor) == expected_checksum(data, "float32")
 
 
-def test_an_empty_tensor_has_one() -> None:
-    assert checksum_tensor(torch.empty(0, 3)) == f"float32:0:{0:016x}:{0:016x}"
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_found(bad: float) -> None:
+    tensor = torch.ones(100)
+    tensor[42] = bad
+    assert not all_finite(tensor)
+    tensor[43] = -bad  # two infinities cancel to NaN, not to a number
+    assert not all_finite(tensor)
+
+
+def test_finite_elements_whose_sum_overflows_are_finite() -> None:
+    assert all_finite(torch.full((4,), torch.finfo(torch.float32).max))
+    assert all_finite(torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))
+    assert all_finite(torch.arange(3))

@@ -11,7 +11,9 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.weight_export import WeightExport, buckets, flatten
+from swift_stage2.weight_bucket import WeightBucket
+from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weight_export import WeightExport, flatten
 
 
 @pytest.fixture
@@ -41,8 +43,17 @@ def _with_lora(model: nn.Module, **settings: Any) -> Any:
     return get_peft_model(model, LoraConfig(**settings))
 
 
-def _exported(module: nn.Module, dtypes: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
-    return dict(WeightExport(module).tensors(dtypes or {}))
+_EVERYTHING = 1 << 40
+
+
+def _pushed(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    export = WeightExport(module)
+    (names,) = export.plan(_EVERYTHING)
+    return export.read(names)
+
+
+def _exported(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(_pushed(module))
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
@@ -60,9 +71,8 @@ def test_a_plain_model_leaves_under_its_own_names(model: Any) -> None:
 
 def test_the_manifest_announces_what_the_push_carries_in_order(model: Any) -> None:
     for module in (model, _adapted(copy.deepcopy(model))):
-        export = WeightExport(module)
-        pushed = list(export.tensors({}))
-        announced = [(spec.name, spec.shape, spec.dtype) for spec in export.manifest()]
+        pushed = _pushed(module)
+        announced = [(spec.name, spec.shape, spec.dtype) for spec in WeightExport(module).manifest()]
         assert announced == [
             (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in pushed
         ]
@@ -136,21 +146,40 @@ def test_an_adapter_that_is_not_finite_is_found_in_the_merged_weight(model: Any)
 
 
 def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
-    first, second = list(_state(model))[:2]
-    exported = _exported(model, {first: "bfloat16", second: "float16"})
-    state = _state(model)
-    assert torch.equal(exported[first], state[first].bfloat16())
-    assert torch.equal(exported[second], state[second].half())
-    assert {tensor.dtype for name, tensor in exported.items() if name not in (first, second)} == {
+    pushed = _pushed(model)[:5]
+    first, second = [name for name, _ in pushed][:2]
+    bucket = WeightBucket(pushed)
+    packed = bucket.pack({first: "bfloat16", second: "float16"})
+    arrived, state = _read(packed.flat, packed.metadata), _state(model)
+    assert torch.equal(arrived[first], state[first].bfloat16())
+    assert torch.equal(arrived[second], state[second].half())
+    assert {tensor.dtype for name, tensor in arrived.items() if name not in (first, second)} == {
         torch.float32
     }
+    assert packed.checksums == {name: checksum_tensor(tensor) for name, tensor in arrived.items()}
+
+
+def test_a_bucket_is_packed_once_for_all_servers_that_want_the_same_dtypes(model: Any) -> None:
+    pushed = _pushed(model)[:2]
+    bucket = WeightBucket(pushed)
+    own = bucket.pack({})
+    assert bucket.pack({name: "float32" for name, _ in pushed}) is own
+    half = bucket.pack({name: "bfloat16" for name, _ in pushed})
+    assert half.flat.numel() * 2 == own.flat.numel()
+    assert half.checksums != own.checksums
 
 
 # --- buckets -----------------------------------------------------------------------------------------
 
 
-def _named(*sizes: int) -> list[tuple[str, torch.Tensor]]:
-    return [(f"t{n}", torch.arange(size, dtype=torch.uint8)) for n, size in enumerate(sizes)]
+class _Sized(nn.Module):
+    """Parameters t0, t1, … of so many bytes each."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        for number, size in enumerate(sizes):
+            parameter = nn.Parameter(torch.zeros(size, dtype=torch.uint8), requires_grad=False)
+            self.register_parameter(f"t{number}", parameter)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +194,7 @@ def _named(*sizes: int) -> list[tuple[str, torch.Tensor]]:
     ],
 )
 def test_buckets_keep_the_order_and_the_limit(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
-    found = list(buckets(iter(_named(*sizes)), max_bytes=10))
-    assert [[name for name, _ in bucket] for bucket in found] == expected
-
-
-def test_buckets_are_made_one_at_a_time() -> None:
-    """A whole model is never held twice."""
-    taken: list[str] = []
-
-    def tensors() -> Any:
-        for name, tensor in _named(6, 6, 6):
-            taken.append(name)
-            yield name, tensor
-
-    stream = buckets(tensors(), max_bytes=10)
-    next(stream)
-    assert taken == ["t0", "t1"]
+    assert [list(names) for names in WeightExport(_Sized(*sizes)).plan(max_bytes=10)] == expected
 
 
 def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -218,9 +232,10 @@ def test_a_bucket_is_read_back_from_its_bytes() -> None:
 def test_every_tensor_of_the_model_survives_the_way_through_buckets(model: Any) -> None:
     arrived: dict[str, torch.Tensor] = {}
     sizes = []
-    for bucket in buckets(WeightExport(model).tensors({}), max_bytes=1 << 18):
-        flat, metadata = flatten(bucket)
-        sizes.append((len(bucket), flat.numel()))
+    export = WeightExport(model)
+    for names in export.plan(max_bytes=1 << 18):
+        flat, metadata = flatten(export.read(names))
+        sizes.append((len(names), flat.numel()))
         arrived |= _read(flat, metadata)
     assert len(sizes) > 5
     assert all(num_bytes <= 1 << 18 or count == 1 for count, num_bytes in sizes)

@@ -14,12 +14,13 @@ import torch
 from fake_rollout_server import Answer, FakeRolloutServer, outputs
 
 from swift_stage2 import rollout_protocol as protocol
+from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import WeightSyncHang
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import NcclTransport
+from swift_stage2.weight_transport import StockTransport
 
 
 class AnyCanary:
@@ -131,16 +132,14 @@ def test_a_transport_that_a_hung_push_is_inside_of_is_left_alone(server: FakeRol
 def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_has_ended(
     server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pynccl: Any = types.ModuleType("vllm.distributed.device_communicators.pynccl")
-    pynccl.PyNcclCommunicator = lambda group, device: object()
     utils: Any = types.ModuleType("vllm.distributed.utils")
     utils.StatelessProcessGroup = types.SimpleNamespace(create=lambda **_: object())
-    for module in (pynccl, utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for package in ("vllm", "vllm.distributed", "vllm.distributed.device_communicators"):
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    for package in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setattr(weight_transport, "GlooCommunicator", lambda group, timeout_s: object())
     server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
-    transport = NcclTransport(torch.device("cpu"), api_key="key")
+    transport = StockTransport(torch.device("cpu"), api_key="key")
     with ServerSession(server.url, "key") as session:
         transport.open(session, 51216, Deadline(5.0))
     transport.close()

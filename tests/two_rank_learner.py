@@ -22,6 +22,7 @@ from swift_stage2.collectives import join_control_group, together
 from swift_stage2.errors import ConfigError, Stage2Error
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
@@ -84,7 +85,7 @@ class Events:
     def record_step(self, facts: Any) -> None:
         self.steps.append((facts.step, str(facts.plan.channel), facts.plan.skip_reason, facts.version))
 
-    def record_round(self, step: int, outcome: Any) -> None:
+    def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
 
     def record_warning(self, message: str) -> None: ...
@@ -151,6 +152,7 @@ def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, syn
         rounds=RoundSchedule(1, sync_every),
         sync=sync,
         probe=SuspectProbe(rank=RANK, api_key=None),
+        abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),
         base_urls=(URL,),
         max_inflight_per_server=8,
         min_ready_tokens=0,
@@ -198,26 +200,66 @@ def export_fails() -> dict[str, Any]:
     if RANK == 0:
         with torch.no_grad():
             module.weight[0, 0] = float("nan")
-    # The server must be reached before weights are read: let rank 0's session say that it is a stock one.
-    from swift_stage2 import rollout_protocol, weight_sync
+    return one_round(learner, b)
 
-    class StockSession(weight_sync.ServerSession):
+
+def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
+    """The first step's round, with a server that answers everything."""
+    from swift_stage2 import rollout_protocol, server_push
+
+    class StockSession(server_push.ServerSession):
         def info(self, deadline: Any) -> Any:
             return rollout_protocol.ServerInfo(stock=True)
 
         def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
             return {"message": "status: True"}
 
-    real_session = weight_sync.ServerSession
-    weight_sync.ServerSession = StockSession  # type: ignore[misc]
+    real_session = server_push.ServerSession
+    server_push.ServerSession = StockSession  # type: ignore[misc]
     b.sync._make_transport = lambda info: OpenTransport()  # type: ignore[assignment,return-value]
     try:
         learner.begin_step(0, 1)
     except Stage2Error as raised:
         return {"error": f"{type(raised).__name__}: {raised}", "version": b.clock.current}
     finally:
-        weight_sync.ServerSession = real_session  # type: ignore[misc]
-    return {"error": None}
+        server_push.ServerSession = real_session  # type: ignore[misc]
+    return {"error": None, "version": b.clock.current}
+
+
+class GatheredExport(WeightExport):
+    """As under ZeRO-3: every read is a collective of the training group, which waits for a rank that is missing."""
+
+    partitioned = True  # type: ignore[assignment]
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.num_gathers = 0
+
+    def _gathered(self, own: Any) -> Any:
+        dist.all_reduce(torch.ones(1))
+        self.num_gathers += 1
+        return super()._gathered(own)
+
+
+class BrokenCanary(SilentCanary):
+    def answer(self) -> None:
+        raise RuntimeError("no memory")
+
+
+def gathered(*, bad: int | None = None, broken_canary: bool = False, dead: bool = False) -> dict[str, Any]:
+    """Four buckets that all ranks gather together; rank 0 alone looks at what is in them."""
+    learner, b, _events, _ = build(packs=0)
+    module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
+    if RANK == 0 and bad is not None:
+        with torch.no_grad():
+            module[bad][0, 0] = float("nan")
+    export = b.sync._export = GatheredExport(module)
+    if broken_canary and RANK == 1:
+        b.sync._canary = BrokenCanary()
+    if dead:
+        learner.begin_step(0, 1)
+        return {"num_gathers": export.num_gathers}
+    return one_round(learner, b) | {"num_gathers": export.num_gathers}
 
 
 class OpenTransport:
@@ -248,6 +290,21 @@ def one_rank_suspects() -> dict[str, Any]:
         if step == 1 and RANK == 1:
             b.client.suspects[URL] = "connection lost"
     return {"open": opens, "proven": proven}
+
+
+def probe_finds_a_loss() -> dict[str, Any]:
+    """What connects rank 0 to the server breaks after step 1; no rollout client has noticed."""
+    learner, b, _events, _ = build(packs=0)
+    opens, proven, distrusted = [], [], []
+    b.sync.distrust = distrusted.extend
+    for step in range(4):
+        learner.begin_step(step, 1)
+        opens.append(b.fence.is_open)
+        proven.append(list(b.client.proven))
+        if step == 1 and RANK == 0:
+            b.probe._find_lost = lambda: (0,)
+            b.probe._look_for_lost()
+    return {"open": opens, "proven": proven, "distrusted": distrusted, "targets": b.rounds.targets(4)}
 
 
 def suspect_when_the_round_is_due() -> dict[str, Any]:
@@ -312,8 +369,13 @@ SCENARIOS = {
     "pipeline_dies_raise": lambda: pipeline_dies(False),
     "pipeline_dies_continue": lambda: pipeline_dies(True),
     "export_fails": export_fails,
+    "gathered": gathered,
+    "gather_fails": lambda: gathered(bad=2),
+    "canary_fails": lambda: gathered(broken_canary=True),
+    "gather_for_nobody": lambda: gathered(dead=True),
     "server_dies": server_dies,
     "one_rank_suspects": one_rank_suspects,
+    "probe_finds_a_loss": probe_finds_a_loss,
     "suspect_when_due": suspect_when_the_round_is_due,
     "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,

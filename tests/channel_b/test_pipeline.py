@@ -24,6 +24,7 @@ from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Seg
 from swift_stage2.channel_b.rollout_client import BatchOutcome
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.rollout_protocol import may_abort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
@@ -101,10 +102,13 @@ class StandInClient:
         self._encoder = server_encoder
         self.answer: Answer = self.answer_all
         self.calls: list[tuple[SampleKey, ...]] = []
+        self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
 
     def generate(self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]]) -> BatchOutcome:
         assert len(samples) == len(requests) > 0
         self.calls.append(tuple(sample.key for sample in samples))
+        pairs = zip(samples, requests, strict=True)
+        self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
         return self.answer(samples)
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
@@ -302,6 +306,31 @@ def test_returned_samples_are_asked_first_and_their_attempts_do_not_count(
     assert first == second
     assert {key.attempt for key in second} == {0}
     assert bench.events.quarantines == []
+
+
+def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(target_packs=4)
+
+    def abort_all_but_the_first(samples: Sequence[Sample]) -> BatchOutcome:
+        done, *cut = (bench.client.rollout(sample) for sample in samples)
+        return BatchOutcome(
+            rollouts=(done,), returned=tuple(rollout.sample for rollout in cut), aborted=tuple(cut)
+        )
+
+    bench.client.answer = abort_all_but_the_first
+    bench.observe(max_prompts=3)
+    assert bench.pipeline._work_once()
+    cut = bench.client.calls[0][1:]
+    bench.client.answer = bench.client.answer_all
+    bench.observe(step=1, max_prompts=1)
+    assert bench.pipeline._work_once()  # one of the two alone, and then the other
+    assert bench.pipeline._work_once()
+    assert bench.client.calls[1:] == [cut[:1], cut[1:]]  # the same attempts: an abort is none
+    bench.pipeline._work_once()
+    assert bench.client.protected[:3] == [set(), set(cut[:1]), set(cut[1:])]
+    assert not any(bench.client.protected[3:])
 
 
 def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(

@@ -142,7 +142,10 @@ def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
         outcome = ask(client, 3)
     assert [rollout.truncated for rollout in outcome.rollouts] == [False, True]
-    assert positions(outcome.aborted) == positions(outcome.returned) == [2]
+    (aborted,) = outcome.aborted
+    assert aborted.sample.key.position == 2
+    assert (aborted.text, aborted.spans[0].version) == ("x", fence.version)  # what it had said so far
+    assert positions(outcome.returned) == [2]
 
 
 def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, fence: InferFence) -> None:
@@ -392,9 +395,9 @@ def test_two_servers_share_a_batch(server: FakeRolloutServer, fence: InferFence)
     with FakeRolloutServer() as other, make_client(server, other, fence=fence) as client:
         assert texts(ask(client, 7)) == [f"echo {n}" for n in range(7)]
         assert sorted(server.batch_sizes + other.batch_sizes) == [3, 4]
-        for _ in range(2):  # single samples take turns
+        for _ in range(2):  # to whom depends on how fast they were; test_placement says how
             ask(client, 1)
-        assert sorted(len(each.calls) for each in (server, other)) == [2, 2]
+        assert len(server.calls) + len(other.calls) == 4
 
 
 def test_one_rank_has_at_most_one_post_per_server_in_flight(
@@ -610,7 +613,7 @@ def test_an_ordered_call_that_fails_is_tried_once_more(
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
     server.on_reset = lambda call: answer
-    with make_client(server, fence=fence, request_timeout_s=0.5) as client:
+    with make_client(server, fence=fence, request_timeout_s=1.5) as client:
         ask(client, 1)
         client.settle(server.url)
         assert named in client.suspects[server.url]

@@ -3,6 +3,7 @@
 One JSON line per micro-batch of each rank into ``RECORD_DIR``; faults are injected through ``INJECT``.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,9 @@ from swift_stage2.trainer import Stage2Trainer
 
 
 def _digest(tensor):
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()[:16]
 
 
 class RecordingTrainer(Stage2Trainer):
@@ -52,8 +55,18 @@ class _AtTheEnd(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         module = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        weights = {name: _digest(parameter) for name, parameter in module.named_parameters()}
+        with _whole(list(module.parameters())):
+            weights = {name: _digest(parameter) for name, parameter in module.named_parameters()}
         self._trainer.write(step=state.global_step, weights=weights)
+
+
+def _whole(parameters):
+    """Under ZeRO-3 a rank holds whole tensors only in DeepSpeed's own context."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
 
 
 def _inject(trainer, step):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LearnerRun, Server, run_learner, write_config
+from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 pytestmark = pytest.mark.timeout(600)
 

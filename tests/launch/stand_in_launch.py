@@ -1,6 +1,8 @@
 """Runs the real launcher on commands given as JSON.
 
 usage: stand_in_launch.py '{"log_dir", "servers": [[port, argv…]…], "learner": argv, "grace_s", …}'
+
+"upstream_port": the one server listens there, behind a merger on its port. "check": argv of the argument check.
 """
 
 import json
@@ -8,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from swift_stage2.config import ServerConfig
+from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, PlannedServer
@@ -32,11 +34,23 @@ def show(line: str) -> None:
         raise RuntimeError("the launcher itself breaks")
 
 
+def merger(index: int, port: int) -> Command | None:
+    if "upstream_port" not in spec:
+        return None
+    upstream = f"http://127.0.0.1:{spec['upstream_port']}"
+    argv = ["-m", "swift_stage2", "merge", "--upstream", upstream, "--port", str(port)]
+    return command(f"merger{index}", argv, 10.0)
+
+
+restart = dict(spec.get("restart", {}))
 servers = tuple(
     PlannedServer(
         command=command(f"server{index}", argv, SERVER_GRACE_S),
         address=ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1),
         key=f"rollout.servers[{index}]",
+        merger=merger(index, port),
+        upstream_port=spec.get("upstream_port"),
+        is_stock=bool(spec.get("is_stock")),
     )
     for index, (port, *argv) in enumerate(spec["servers"])
 )
@@ -45,6 +59,8 @@ plan = LaunchPlan(
     learner=command("learner", spec["learner"], spec["grace_s"]),
     log_dir=log_dir,
     exit_status_file=status_file,
+    argument_check=command("arguments", spec["check"], 1.0) if "check" in spec else None,
+    restart=RestartConfig(policy=RestartPolicy(restart.pop("policy", "never")), **restart),
 )
 try:
     sys.exit(run_plan(plan, None, spec.get("start_timeout_s", 60.0), show))

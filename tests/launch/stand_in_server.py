@@ -1,6 +1,6 @@
 """A stand-in rollout server: one engine process that outlives its parent and ignores SIGTERM, as vLLM's do.
 
-usage: stand_in_server.py PORT [die | mute]
+usage: stand_in_server.py PORT [die | mute | locked | deaf]
 """
 
 import json
@@ -18,16 +18,20 @@ if manner == "die":
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/exit/":
             os._exit(9)
         choice = {"message": {"content": "a"}, "finish_reason": "length", "token_ids": [1]}
         reply = [
-            {"response": {"choices": [choice], "prompt_token_ids": [1]}} for _ in request["infer_requests"]
+            {"response": {"choices": [choice], "prompt_token_ids": [1]}}
+            for _ in request.get("infer_requests", [])
         ]
         body = json.dumps(reply).encode()
-        self.send_response(500 if manner == "mute" else 200)
+        self.send_response({"mute": 500, "locked": 401}.get(manner, 200))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -36,4 +40,5 @@ class Handler(BaseHTTPRequestHandler):
         return
 
 
-HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+# A deaf one listens elsewhere, as a stock server does whose port is taken.
+HTTPServer(("127.0.0.1", 0 if manner == "deaf" else port), Handler).serve_forever()

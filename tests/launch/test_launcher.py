@@ -19,6 +19,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from closed_connection import leave_closed_connection
+from fake_rollout_server import FakeRolloutServer
+
+from swift_stage2 import rollout_protocol as protocol
 
 HERE = Path(__file__).parent
 SERVER = str(HERE / "stand_in_server.py")
@@ -59,6 +63,14 @@ class RunningLaunch:
             self._seen += data
         return found
 
+    def read_for(self, seconds: float) -> None:
+        """Takes in what is written during that time."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + seconds
+        while (left_s := end - time.monotonic()) > 0:
+            if select.select([self.process.stdout], [], [], left_s)[0]:
+                self._seen += os.read(self.process.stdout.fileno(), 65536)
+
     def finish(self) -> int:
         """Exit status, once everything was written."""
         rest, _ = self.process.communicate(timeout=DEADLINE_S)
@@ -94,8 +106,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     def start(
         *, learner: list[str], server: str | None = "serve", grace_s: float = 30.0, **spec: object
     ) -> RunningLaunch:
-        port = free_port()
-        servers = [] if server is None else [[port, SERVER, str(port), server]]
+        port = spec.pop("port", None) or free_port()
+        inner_port = spec.get("upstream_port", port)
+        servers = [] if server is None else [[port, SERVER, str(inner_port), server]]
         argv = learner if learner[0] == "-m" else [LEARNER, *learner]
         started.append(
             RunningLaunch(tmp_path / "logs", servers=servers, learner=argv, grace_s=grace_s, **spec)
@@ -232,13 +245,14 @@ def test_a_learner_that_ignores_sigterm_is_killed_after_its_grace(launch: Launch
     assert running.alive() == []
 
 
-def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
-    running = launch(learner=["stubborn"], server=None, grace_s=3600.0)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch, number: int) -> None:
+    running = launch(learner=["stubborn"], grace_s=3600.0)
     running.wait_for(r"learner process \d+ runs")
-    running.process.terminate()
-    running.wait_for("ending everything after signal 15")
-    running.process.terminate()
-    assert running.finish() == 143
+    running.process.send_signal(number)
+    running.wait_for(f"ending everything after signal {number:d}")
+    running.process.send_signal(number)
+    assert running.finish() == 128 + number
     assert "learner is killed" in running.output
     assert running.alive() == []
 
@@ -273,4 +287,150 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
     running.process.terminate()
     assert running.finish() == 143
     assert {file.name for file in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+    assert running.alive() == []
+
+
+# --- who answers, and how soon a mistake is told ---------------------------------------------------
+
+
+def test_a_wrong_key_is_told_at_once(launch: Launch) -> None:
+    running = launch(learner=["run"], server="locked", start_timeout_s=3600.0)
+    assert running.finish() == 2
+    assert re.search(r"refused: server0 .*status 401.*rollout\.api_key_env", running.output)
+    assert running.alive() == []
+
+
+def test_another_process_that_answers_in_a_servers_place_is_told_at_once(tmp_path: Path) -> None:
+    """An old server with another model on the port, and the new one beside it on the next port."""
+    with FakeRolloutServer() as old:
+        port = int(old.url.rpartition(":")[2])
+        servers = [[port, SERVER, str(port), "deaf"]]
+        running = RunningLaunch(
+            tmp_path / "logs", servers=servers, learner=[LEARNER, "run"], grace_s=30.0, start_timeout_s=3600.0
+        )
+        assert running.finish() == 2
+    expected = rf"refused: port {port} must be held by server0, got process {os.getpid()} "
+    assert re.search(expected, running.output), running.output
+    assert "started learner" not in running.output
+    assert running.alive() == []
+
+
+def test_a_misspelt_argument_is_told_while_servers_still_start(launch: Launch) -> None:
+    check = ["-c", "import sys; print('ms-swift must know it, got learning_rat'); sys.exit(2)"]
+    running = launch(learner=["run"], server="mute", start_timeout_s=3600.0, check=check)
+    assert running.finish() == 2
+    assert running.output.splitlines()[-1] == "refused: ms-swift must know it, got learning_rat"
+    assert running.alive() == []
+
+
+def test_an_argument_check_that_breaks_stops_nothing(launch: Launch) -> None:
+    running = launch(learner=["exit", "0"], check=["-c", "raise SystemExit(1)"])
+    assert running.finish() == 0
+
+
+def test_a_stock_server_waits_for_closed_connections_on_its_port_and_a_signal_ends_the_wait(
+    launch: Launch,
+) -> None:
+    port = leave_closed_connection()
+    running = launch(learner=["run"], port=port, is_stock=True)
+    running.wait_for(
+        f"server0: port {port} still has closed connections of an earlier server; waiting up to 90 s"
+    )
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.output.count("still has closed connections") == 1
+    assert "started server0" not in running.output
+    assert running.alive() == []
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+def engines(running: RunningLaunch) -> list[psutil.Process]:
+    return [process for process in running.alive() if "SIG_IGN" in " ".join(process.cmdline())]
+
+
+def kill_server(running: RunningLaunch, number: int) -> None:
+    """SIGKILL to the server's process of the ``number``-th start."""
+    running.wait_for(r"(?s)" + r"server process \d+.*" * number)
+    pids = re.findall(r"server process (\d+)", running.output)
+    psutil.Process(int(pids[number - 1])).kill()
+
+
+def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(launch: Launch) -> None:
+    restart = {"policy": "on_failure", "max_restarts": 2, "backoff_s": 0.1}
+    running = launch(learner=["run"], restart=restart)
+    running.wait_for(r"learner process \d+ runs")
+    for number in (1, 2):
+        kill_server(running, number)
+        running.wait_for(rf"server0 ended with status 137; .*started again in .* \(restart {number} of 2\)")
+        running.wait_for(r"(?s)" + r"server0 listens again at .*" * number)
+        assert len(engines(running)) == 1
+        reply = httpx.post(
+            f"http://127.0.0.1:{running.port}/infer/",
+            json={"infer_requests": [1]},
+            timeout=20,
+            trust_env=False,
+        )
+        assert reply.status_code == 200
+    kill_server(running, 3)
+    running.wait_for(r"server0 ended with status 137; the learner runs on without it\n")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.output.count("started server0") == 3
+    assert running.alive() == []
+
+
+def test_a_signal_while_a_server_waits_for_its_restart_ends_everything(launch: Launch) -> None:
+    running = launch(learner=["run"], restart={"policy": "on_failure", "backoff_s": 3600.0})
+    running.wait_for(r"learner process \d+ runs")
+    kill_server(running, 1)
+    running.wait_for("it is started again in 3600 s")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.output.count("started server0") == 1
+    assert running.alive() == []
+
+
+def test_a_restart_does_not_come_up_beside_another_process_on_its_port(launch: Launch) -> None:
+    running = launch(learner=["run"], restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 1.0})
+    running.wait_for(r"learner process \d+ runs")
+    kill_server(running, 1)
+    running.wait_for("it is started again in 1 s")
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", running.port))
+        thief.listen()
+        running.read_for(2.5)
+        assert running.output.count("started server0") == 1
+    running.wait_for("server0 listens again")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.alive() == []
+
+
+def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch: Launch) -> None:
+    inner = free_port()
+    running = launch(
+        learner=["run"],
+        upstream_port=inner,
+        restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 0.1},
+    )
+    running.wait_for(r"learner process \d+ runs")
+    assert "started merger0" in running.output
+    for port in (inner, running.port):
+        reply = httpx.post(
+            f"http://127.0.0.1:{port}/infer/", json={"infer_requests": [{}]}, timeout=20, trust_env=False
+        )
+        assert reply.status_code == 200
+    kill_server(running, 1)
+    running.wait_for(r"server0 ended .*restart 1 of 1")
+    running.wait_for("server0 listens again")
+    assert running.output.count("started merger0") == 2
+    url = f"http://127.0.0.1:{running.port}"
+    for path, status in ((protocol.INFER, 502), (protocol.PROCESS_WEIGHTS, 200), (protocol.INFER, 200)):
+        reply = httpx.post(url + path, json={"infer_requests": [{}]}, timeout=20, trust_env=False)
+        assert reply.status_code == status  # nobody believes a new server before it has been given weights
+    running.process.terminate()
+    assert running.finish() == 143
     assert running.alive() == []

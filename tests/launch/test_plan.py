@@ -83,6 +83,58 @@ def test_our_server_gets_the_name_of_the_token_and_never_the_token(monkeypatch: 
     )  # fmt: skip
 
 
+def test_our_server_on_vllm_gets_its_model_by_name() -> None:
+    entry = {"engine": "vllm", "args": {"vllm_enforce_eager": True}}
+    argv = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0].command.argv
+    assert argv[2:] == (
+        "-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", "stage1", "--host", "127.0.0.1",
+        "--port", "8000", "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--vllm_enforce_eager", "true",
+    )  # fmt: skip
+
+
+def test_a_merger_takes_the_place_of_its_stock_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
+    entry = {
+        "merge": True, "upstream_port": 8100, "devices": [3],
+        "args": {"vllm_data_parallel_size": 2, "vllm_use_async_engine": True},
+    }  # fmt: skip
+    rollout = {
+        "servers": [{"base_url": "http://127.0.0.1:8000"}],
+        "max_inflight_per_server": 96,
+        "request_timeout_s": 400,
+    }
+    (server,) = plan_launch(config(launch=servers(entry), rollout=rollout), Path("run.yaml"), OUTER).servers
+    assert server.merger is not None
+    assert server.merger.argv[2:] == (
+        "-m", "swift_stage2", "merge", "--upstream", "http://127.0.0.1:8100", "--host", "127.0.0.1", "--port", "8000",
+        "--max-batch-size", "96", "--upstream-timeout-s", "800.0", "--data-parallel-size", "2",
+        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--async-engine",
+    )  # fmt: skip
+    assert "hush" not in " ".join(server.merger.argv)
+    assert server.merger.environment["CUDA_VISIBLE_DEVICES"] == ""
+    argv = server.command.argv
+    assert argv[argv.index("--port") + 1] == "8100"
+    assert server.http_ports == (8100, 8000)
+    assert [command.name for command in server.commands] == ["server0", "merger0"]
+
+
+def test_a_servers_own_environment_reaches_it_alone() -> None:
+    entry = {"env": {"VLLM_CPU_KVCACHE_SPACE": 1, "PATH": "/opt/bin"}, "devices": [2]}
+    plan = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER)
+    environment = plan.servers[0].command.environment
+    assert (environment["VLLM_CPU_KVCACHE_SPACE"], environment["PATH"]) == ("1", "/opt/bin")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert plan.learner.environment["PATH"] == "/bin"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in plan.learner.environment
+
+
+def test_names_of_swift_arguments_are_checked_beside_the_start_of_servers_only() -> None:
+    plan = plan_launch(config(launch=servers({})), Path("/c/run.yaml"), OUTER)
+    assert plan.argument_check is not None
+    assert plan.argument_check.argv[1:] == ("-m", "swift_stage2.swift_argument_names", "/c/run.yaml")
+    assert plan_launch(config(), Path("run.yaml"), OUTER).argument_check is None
+
+
 def test_servers_that_run_elsewhere_are_not_started() -> None:
     assert plan_launch(config(), Path("run.yaml"), OUTER).servers == ()
 
@@ -111,11 +163,32 @@ def test_plans_that_cannot_be_carried_out_are_refused(
         plan_launch(config(**sections), Path("run.yaml"), OUTER, num_ranks)
 
 
-def test_the_example_for_eight_gpus_gives_every_gpu_to_one_process() -> None:
-    file = Path(__file__).parents[2] / "configs" / "qwen2_5_vl_2_learner_6_rollout.yaml"
+@pytest.mark.parametrize("name", ["2_learner_6_rollout", "4_learner_4_rollout_merged"])
+def test_the_examples_for_eight_gpus_give_every_gpu_to_one_process(name: str) -> None:
+    file = Path(__file__).parents[2] / "configs" / f"qwen2_5_vl_{name}.yaml"
     plan = plan_launch(load_config(file), file, OUTER)
     commands = [plan.learner, *(server.command for server in plan.servers)]
     devices = [
         device for command in commands for device in command.environment["CUDA_VISIBLE_DEVICES"].split(",")
     ]
     assert sorted(devices) == list("01234567")
+
+
+def test_only_a_stock_server_needs_a_quiet_port_and_a_merger_started_again_needs_weights() -> None:
+    entries = {
+        "stock": {"engine": "swift"},
+        "ours": {"engine": "vllm"},
+        "merged": {"merge": True, "upstream_port": 8100},
+    }
+    planned = {
+        name: plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0]
+        for name, entry in entries.items()
+    }
+    assert {name: server.quiet_port for name, server in planned.items()} == {
+        "stock": 8000, "ours": None, "merged": 8100,
+    }  # fmt: skip
+    assert planned["stock"].restart_commands == planned["stock"].commands
+    server, merger = planned["merged"].restart_commands
+    assert server == planned["merged"].command
+    assert merger.argv[-1] == "--needs-weights"
+    assert "--needs-weights" not in planned["merged"].commands[1].argv

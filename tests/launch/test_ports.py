@@ -7,11 +7,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from closed_connection import leave_closed_connection
 
 from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.ports import refuse_busy_ports
+from swift_stage2.launch.ports import is_quiet, refuse_busy_ports
 from swift_stage2.launch.process_tree import Command
 
 
@@ -56,16 +57,11 @@ def test_a_busy_group_port_is_named_with_its_key(busy_port: int) -> None:
         refuse_busy_ports([planned(f"http://127.0.0.1:{unused_port()}", busy_port)])
 
 
-def test_a_port_whose_last_connection_just_closed_is_free() -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=10):
-            accepted, _ = listener.accept()
-            accepted.close()  # this side closes first and keeps the address for a while
+def test_a_port_whose_last_connection_just_closed_is_free_but_not_quiet() -> None:
+    port = leave_closed_connection()
     refuse_busy_ports([planned(f"http://127.0.0.1:{port}", unused_port())])
+    assert not is_quiet(port)  # ms-swift would take the next one
+    assert is_quiet(unused_port())
 
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:

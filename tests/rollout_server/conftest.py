@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
-import httpx
 import pytest
-from live_server import CALL_TIMEOUT_S, MODEL, LearnerRound, RunningServer, load_generator, load_learner
+from live_server import MODEL, LearnerRound, RunningServer, load_generator, load_learner, serve
 
-from swift_stage2.rollout_server.app import RolloutServer, bind
-from swift_stage2.rollout_server.service import RolloutService
-from swift_stage2.rollout_server.transformers_engine import InstallFault, TransformersRolloutEngine
+from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
 START_TIMEOUT_S = 90.0
 
@@ -27,17 +24,8 @@ def loaded_engine() -> Iterator[TransformersRolloutEngine]:
 
 @pytest.fixture(scope="session")
 def running_server(loaded_engine: TransformersRolloutEngine) -> Iterator[RunningServer]:
-    service = RolloutService(loaded_engine)
-    listener = bind("127.0.0.1", 0)
-    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = RolloutServer(service, api_key=None)
-    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
-        yield RunningServer(loaded_engine, service, http, base_url)
-    uvicorn_server.should_exit = True
-    thread.join(15.0)
-    assert not thread.is_alive()
+    with serve(loaded_engine) as server:
+        yield server
 
 
 @pytest.fixture

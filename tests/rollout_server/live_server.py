@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import socket
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from PIL import Image, ImageDraw
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.collectives import WeightGroup
 from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.http_listener import bind
 from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
+from swift_stage2.rollout_server.app import RolloutServer
 from swift_stage2.rollout_server.service import RolloutService
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.weight_export import WeightExport, buckets, flatten
+from swift_stage2.weight_export import WeightExport, flatten
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 30.0
@@ -62,7 +65,7 @@ def free_port() -> int:
 class RunningServer:
     """One server in a thread of this process, and a client for it."""
 
-    engine: TransformersRolloutEngine
+    engine: Any  # TransformersRolloutEngine or VllmRolloutEngine
     service: RolloutService
     http: httpx.Client
     base_url: str
@@ -87,6 +90,23 @@ class RunningServer:
 
     def state(self) -> str:
         return str(self.http.get(rollout_protocol.SERVER_INFO).json()["state"])
+
+
+@contextmanager
+def serve(engine: Any, api_key: str | None = None) -> Iterator[RunningServer]:
+    """A server with a service of its own on port 0, in a thread, for as long as the context lasts."""
+    service = RolloutService(engine)
+    listener = bind("127.0.0.1", 0)
+    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    uvicorn_server = RolloutServer(service, api_key=api_key)
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False, headers=headers) as http:
+        yield RunningServer(engine, service, http, base_url)
+    uvicorn_server.should_exit = True
+    thread.join(15.0)
+    assert not thread.is_alive()
 
 
 class LearnerRound:
@@ -114,7 +134,7 @@ class LearnerRound:
         self.group = WeightGroup(WeightGroup.LEARNER_RANK, "127.0.0.1", port, timeout_s)
 
     def buckets(self, bucket_bytes: int = 1 << 20) -> list[tuple[torch.Tensor, list[dict[str, object]]]]:
-        return [flatten(bucket) for bucket in buckets(self.export.tensors({}), bucket_bytes)]
+        return [flatten(self.export.read(names)) for names in self.export.plan(bucket_bytes)]
 
     def announce(self, metadata: list[dict[str, object]]) -> httpx.Response:
         return self.server.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata})

@@ -19,7 +19,8 @@ from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
 
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_server.app import RolloutServer, bind, main
+from swift_stage2.http_listener import bind, warn_when_open
+from swift_stage2.rollout_server.app import RolloutServer, main
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
@@ -60,12 +61,10 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
 def test_a_listener_that_others_reach_without_a_key_is_warned_about(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from swift_stage2.rollout_server import app
-
     monkeypatch.setattr(logging.getLogger("swift_stage2"), "propagate", True)
     for host, key, warned in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
         caplog.clear()
-        app._warn_when_open(host, key)
+        warn_when_open(host, key)
         assert bool(caplog.records) == warned
 
 

@@ -15,10 +15,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from live_server import CALL_TIMEOUT_S, RunningServer, image_request, load_learner, picture, text_request
+from live_server import (
+    CALL_TIMEOUT_S,
+    LearnerRound,
+    RunningServer,
+    image_request,
+    load_learner,
+    picture,
+    text_request,
+)
 
 from swift_stage2 import rollout_protocol
-from swift_stage2.rollout_server.batching import Task
+from swift_stage2.batching import Task
+from swift_stage2.rollout_protocol import AbortRequest, protect_from_abort
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
 
@@ -289,17 +298,29 @@ def paused_after_first_token(server: RunningServer) -> Iterator[tuple[threading.
 def test_abort_ends_waiting_and_running_requests_with_what_they_have(
     server: RunningServer, paused_after_first_token: tuple[threading.Event, threading.Event]
 ) -> None:
+    LearnerRound(server, load_learner()).run()
     stopped, go_on = paused_after_first_token
-    with ThreadPoolExecutor(2) as callers:
+    with ThreadPoolExecutor(3) as callers:
         running = callers.submit(server.infer, [text_request("running")], max_tokens=400, **HOT)
         assert stopped.wait(CALL_TIMEOUT_S)
         waiting = callers.submit(server.infer, [text_request("waiting")], max_tokens=400)
-        wait_until_queued(server, 1)
-        assert server.post(rollout_protocol.ABORT).json() == {"aborted": 2}
+        protected = protect_from_abort(text_request("protected"))
+        kept = callers.submit(server.infer, [protected], max_tokens=3)
+        wait_until_queued(server, 2)
+        version = server.engine.stamp.version
+        assert version is not None
+        for run_id, other in (("run-1", version - 1), ("run-2", version)):
+            call = AbortRequest(run_id, other).to_json()
+            assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 0}
+        call = AbortRequest("run-1", version).to_json()
+        assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 2}
         (waiting_answer,) = waiting.result(CALL_TIMEOUT_S)  # at once, although the engine is still busy
         assert not running.done()
+        assert not kept.done()
         go_on.set()
         (running_answer,) = running.result(CALL_TIMEOUT_S)
+        (kept_answer,) = kept.result(CALL_TIMEOUT_S)
+    assert kept_answer.finish_reason in ("stop", "length")
     assert (waiting_answer.finish_reason, waiting_answer.token_ids) == ("abort", ())
     assert waiting_answer.prompt_token_ids
     assert running_answer.finish_reason == "abort"

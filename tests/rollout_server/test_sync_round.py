@@ -19,7 +19,7 @@ from test_infer import block_engine, hugging_face_answer, wait_until_queued
 
 from swift_stage2 import rollout_protocol
 from swift_stage2.rollout_protocol import RoundProof, parse_cache_reset
-from swift_stage2.rollout_server.transformers_engine import InstallFault
+from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.weight_checksum import checksum_tensor
 
 
@@ -219,7 +219,7 @@ def test_a_single_tensor_can_be_pushed_by_name(server: RunningServer) -> None:
     assert round_.begin().status_code == 200
     round_.connect()
     assert round_.group is not None
-    for name, tensor in round_.export.tensors({}):
+    for name, tensor in (pair for names in round_.export.plan(1) for pair in round_.export.read(names)):
         body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
         assert server.post(rollout_protocol.UPDATE_NAMED_PARAM, body).status_code == 200
         round_.group.broadcast(tensor)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from live_server import free_port
 
 from swift_stage2.errors import RoundFailed, RoundRefused
 from swift_stage2.rollout_protocol import RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.rollout_server import weight_rounds
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
@@ -154,3 +159,65 @@ def test_a_port_that_is_taken_fails_the_round_with_the_address(rounds: WeightRou
         with pytest.raises(RoundFailed, match=f"127.0.0.1:{port}"):
             rounds.open_receiver("127.0.0.1", port, 5.0)
     rounds.begin(request("r2", "other"))  # a failed round holds nobody up
+
+
+class SlowLoad(EngineStandIn):
+    """Says when it loads, and goes on when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads, self.go_on = threading.Event(), threading.Event()
+
+    def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
+        self.loads.set()
+        assert self.go_on.wait(20.0)
+        return super().install(weights, stamp, timeout_s)
+
+
+class ArrivedWeights:
+    """A receiver to which everything has come."""
+
+    failed = False
+
+    def __init__(self, *_: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def collect(self, timeout_s: float) -> ReceivedWeights:
+        tensors = {spec.name: torch.zeros(spec.shape) for spec in MANIFEST}
+        return ReceivedWeights(tensors, dict.fromkeys(tensors, "sum"), ())
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("error", "afterwards"),
+    [
+        (RoundFailed("late", torn=True), RoundState.UNPROVEN),
+        (RoundFailed("never begun"), RoundState.SERVING),
+        (None, RoundState.UNPROVEN),
+    ],
+    ids=["torn", "untouched", "loaded"],
+)
+def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, error: RoundFailed | None, afterwards: RoundState
+) -> None:
+    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    engine = SlowLoad()
+    engine.error = error
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    rounds.begin(request())
+    rounds.open_receiver("127.0.0.1", 1, 1.0)
+    with ThreadPoolExecutor(1) as learner:
+        loading = learner.submit(rounds.load)
+        assert engine.loads.wait(20.0)
+        clock.now = 101.0
+        during = rounds.state
+        reason = refusal(rounds.admission(None).__enter__)
+        engine.go_on.set()
+        assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
+    assert (during, reason) == (RoundState.UNPROVEN, RefusalReason.UNPROVEN)
+    assert rounds.state is afterwards

@@ -14,7 +14,7 @@ from swift_stage2 import rollout_protocol
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.rollout_server.transformers_engine import InstallFault
+from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync

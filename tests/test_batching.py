@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swift_stage2.batching import BatchQueue, Task
 from swift_stage2.errors import EngineUnavailable
-from swift_stage2.rollout_server.batching import BatchQueue, Task
 
 DEADLINE_S = 10.0
 
@@ -130,3 +130,41 @@ def test_closing_returns_what_nobody_will_run() -> None:
     queue = make_queue()
     queue.put(Ask("a"))
     assert queue.close() == [Ask("a")]
+
+
+def test_no_job_overtakes_a_task() -> None:
+    queue = make_queue()
+    queue.put(Ask("a", 0))
+    queue.put_task(int)
+    queue.put(Ask("a", 1))
+    assert queue.take() == [Ask("a", 0)]
+    assert isinstance(queue.take(), Task)
+    assert queue.take() == [Ask("a", 1)]
+
+
+def test_jobs_of_other_sizes_fill_a_batch_and_one_too_large_leaves_alone() -> None:
+    queue: BatchQueue[Ask] = BatchQueue(max_batch_size=4, gather_s=0.0, size_of=lambda job: job.number)
+    for size in (3, 2, 1, 9, 2):
+        queue.put(Ask("a", size))
+    assert [[job.number for job in queue.take()] for _ in range(3)] == [[3, 1], [2, 2], [9]]
+
+
+def test_a_batch_waits_for_as_many_jobs_as_are_enough_and_no_longer() -> None:
+    queue = make_queue(max_batch_size=9)
+    queue.set_patience(DEADLINE_S, 3)
+    queue.put(Ask("a", 0))
+    thread, taken = take_in_thread(queue)
+    queue.put(Ask("a", 1))
+    assert taken == []
+    queue.put(Ask("a", 2))
+    thread.join(DEADLINE_S / 2)
+    assert taken == [[Ask("a", 0), Ask("a", 1), Ask("a", 2)]]
+
+
+def test_clearing_returns_what_waits_and_the_queue_goes_on() -> None:
+    queue = make_queue()
+    queue.put(Ask("a", 0))
+    queue.put_task(int)
+    assert [type(item) for item in queue.clear()] == [Ask, Task]
+    queue.put(Ask("a", 1))
+    assert queue.take() == [Ask("a", 1)]

@@ -1,0 +1,117 @@
+"""The fault-injecting proxy against a real HTTP server and a real client."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from fake_rollout_server import FakeRolloutServer, request
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.bench.faults.proxy import FaultProxy, ReplyFault
+
+_TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: FakeRolloutServer) -> Iterator[FaultProxy]:
+    with FaultProxy(int(server.url.rpartition(":")[2])) as running:
+        yield running
+
+
+def post(
+    proxy: FaultProxy, path: str = protocol.INFER, timeout_s: float = _TIMEOUT_S, **headers: str
+) -> httpx.Response:
+    body = {"infer_requests": [request("x" * 50_000)], "request_config": {"seed": 1}}
+    url = f"http://127.0.0.1:{proxy.port}{path}"
+    return httpx.post(url, json=body, headers=headers, trust_env=False, timeout=timeout_s)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end, tick = time.monotonic() + _TIMEOUT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end
+        tick.wait(0.01)  # bounded polling of another thread
+
+
+def test_everything_else_passes_untouched(server: FakeRolloutServer, proxy: FaultProxy) -> None:
+    direct = httpx.post(
+        server.url + protocol.INFER,
+        json={"infer_requests": [request("x" * 50_000)], "request_config": {"seed": 1}},
+        trust_env=False,
+    )
+    reply = post(proxy)
+    assert (reply.status_code, reply.content) == (200, direct.content)
+    assert server.calls[0].body == server.calls[1].body
+    assert post(proxy, protocol.RESET_PREFIX_CACHE).json()["message"].endswith("status: True")
+    assert httpx.get(f"http://127.0.0.1:{proxy.port}/nothing/", trust_env=False).status_code == 404
+
+
+def test_one_reply_is_cut_and_the_next_is_whole(proxy: FaultProxy) -> None:
+    proxy.commit_next(ReplyFault.CUT)
+    with pytest.raises(httpx.RemoteProtocolError):
+        post(proxy)
+    assert post(proxy).status_code == 200
+    (committed,) = proxy.committed
+    assert committed.fault is ReplyFault.CUT
+    assert committed.num_bytes > 0
+
+
+def test_a_delayed_reply_is_kept_until_the_caller_has_gone(proxy: FaultProxy) -> None:
+    proxy.commit_next(ReplyFault.DELAY)
+    with pytest.raises(httpx.ReadTimeout):
+        post(proxy, timeout_s=0.3)
+    wait_until(lambda: bool(proxy.committed))
+    assert proxy.committed[0].caller_left
+    assert post(proxy).status_code == 200
+
+
+def test_a_fault_falls_on_rollouts_only_and_not_on_a_rounds_own_question(proxy: FaultProxy) -> None:
+    proxy.commit_next(ReplyFault.CUT)
+    assert post(proxy, protocol.RESET_PREFIX_CACHE).status_code == 200
+    assert post(proxy, **{protocol.ROUND_HEADER: "r1"}).status_code == 200
+    with pytest.raises(httpx.RemoteProtocolError):
+        post(proxy)
+
+
+def test_the_gate_holds_rollouts_and_lets_everything_else_pass(
+    server: FakeRolloutServer, proxy: FaultProxy
+) -> None:
+    proxy.hold()
+    replies: list[int] = []
+    caller = threading.Thread(target=lambda: replies.append(post(proxy).status_code), daemon=True)
+    caller.start()
+    wait_until(lambda: proxy.num_held_rollouts == 1)
+    assert post(proxy, protocol.RESET_PREFIX_CACHE).status_code == 200
+    assert not server.infer_calls
+    proxy.release()
+    caller.join(_TIMEOUT_S)
+    assert replies == [200]
+    assert proxy.num_held_rollouts == 0
+
+
+def test_a_dead_server_looks_dead() -> None:
+    # Closed with a part of the request unread, a connection is reset; with all of it read, it just ends.
+    without_answer = (httpx.RemoteProtocolError, httpx.NetworkError)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with FaultProxy(unused.getsockname()[1]) as proxy, pytest.raises(without_answer):
+            post(proxy)
+
+
+def test_the_port_is_free_after_the_end(server: FakeRolloutServer) -> None:
+    with FaultProxy(int(server.url.rpartition(":")[2])) as proxy:
+        port = proxy.port
+        assert post(proxy).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)

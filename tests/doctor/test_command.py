@@ -1,0 +1,213 @@
+"""The command without a server: rows with numbers, exit statuses, fixes, and that nothing secret is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_run import Report
+from live_server import free_port
+
+from swift_stage2.doctor import command
+from swift_stage2.errors import ConfigError
+
+Configure = Callable[..., Path]
+Doctor = Callable[..., Report]
+DEAD = "http://127.0.0.1:9"
+PREFETCH = "stage2_ab__channel_b__prefetch"
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ) | environment,
+    )
+
+
+# --- exit statuses -----------------------------------------------------------------------------------
+
+
+def test_a_missing_file_and_text_that_is_no_yaml_are_the_users_mistake(tmp_path: Path) -> None:
+    missing = cli(str(tmp_path / "absent.yaml"))
+    assert missing.returncode == 2
+    assert "a configuration file must exist" in missing.stderr
+    assert missing.stdout == ""
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("stage2_ab: {schedule: ")
+    with pytest.raises(ConfigError, match="valid YAML"):
+        command.main([str(broken)])
+
+
+def test_a_step_time_must_be_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["run.yaml", "--step-seconds", "-1"])
+    assert caught.value.code == 2
+    assert "a number of seconds above 0, got '-1'" in capsys.readouterr().err
+
+
+def test_a_refused_configuration_is_a_failed_check_and_the_rest_names_it(
+    configure: Configure, doctor: Doctor
+) -> None:
+    report = doctor(configure(DEAD, **{f"{PREFETCH}__queue_limit": 3}))
+    assert report.status == 1
+    assert report.failed == ["configuration loads"]
+    row = report.row("configuration loads")
+    assert "prefetch_target_packs=4 queue_limit=3" in row["found"]
+    assert row["fix"] == "write queue_limit: 4 or more"
+    rest = [row for row in report.findings if row["check"] != "configuration loads"]
+    assert len(rest) >= 3
+    assert {row["verdict"] for row in rest} == {"not checked"}
+    assert all(row["counts_as_failed"] for row in rest)
+
+
+def test_the_table_goes_to_a_terminal_and_the_status_to_the_script(configure: Configure) -> None:
+    result = cli(str(configure(DEAD, swift__model="/nowhere/model")), COLUMNS="80")
+    assert result.returncode == 1
+    assert "swift.model must be a directory that exists" in " ".join(result.stdout.split())
+    assert "fix: check the path" in result.stdout
+    assert "not checked: because of: model directory" in " ".join(result.stdout.split())
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+# --- rows --------------------------------------------------------------------------------------------
+
+
+def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor: Doctor) -> None:
+    port, group_port = free_port(), free_port()
+    servers = [{"base_url": f"http://127.0.0.1:{port}", "group_port": group_port}]
+    launch = {"launch__servers": [{"engine": "transformers"}], "rollout__servers": servers}
+    report = doctor(configure(**launch))
+    assert report.status == 0, report.text
+    numbers = {
+        "target within limit": "prefetch_target_packs <= queue_limit: 4 <= 6",
+        "version window": "version_window 2, sync_every_steps 4",
+        "control timeout": "1800 >= 30 + 30",
+        "target holds a step": "prefetch_target_packs >= gradient_accumulation_steps: 4 >= 2",
+        "limit holds a step": "queue_limit >= gradient_accumulation_steps: 6 >= 2",
+        "useful limit": "6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
+        "starvation grace": "200 * 0.25 = 50",
+        "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
+        "devices": "learner: CPU only; server 0: CPU only",
+        "server 0: ports": f"ports {port} and {group_port} are free",
+    }
+    for check, text in numbers.items():
+        assert report.verdict(check) == "ok", report.row(check)
+        assert text in report.row(check)["found"]
+    packing = report.row("packing_length")
+    assert packing["verdict"] == "ok"
+    assert "packing_length >= prompt + max_new_tokens: 256 >= " in packing["found"]
+    assert "12 of 12 rows looked at: answers are in the dialect object_list" in report.row("samples")["found"]
+    assert "no such" not in report.text
+
+
+def test_what_wastes_something_is_a_warning_with_the_value_and_exit_0(
+    configure: Configure, doctor: Doctor
+) -> None:
+    config = configure(
+        DEAD,
+        **{
+            f"{PREFETCH}__queue_limit": 9,
+            "stage2_ab__starvation": {"grace_steps": 10},
+            "swift__model": "/nowhere/m",
+        },
+    )
+    report = doctor(config)
+    assert report.row("useful limit")["verdict"] == "warning"
+    assert report.row("useful limit")["fix"] == "write stage2_ab.channel_b.prefetch.queue_limit: 6"
+    assert report.row("starvation grace")["fix"] == "write stage2_ab.starvation.grace_steps: 16 or more"
+
+
+def test_devices_that_this_machine_lacks_are_a_warning(configure: Configure, doctor: Doctor) -> None:
+    report = doctor(
+        configure(
+            DEAD,
+            launch={"servers": [{"engine": "swift", "devices": [901]}], "learner": {"devices": [900]}},
+            swift__model="/nowhere/m",
+        )
+    )
+    row = report.row("devices")
+    assert row["verdict"] == "warning"
+    assert "learner: 900; server 0: 901" in row["found"]
+    assert "run the doctor on the machine that trains" in row["fix"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict", "fix"),
+    [
+        (
+            {"stage2_ab__channel_b__target": {"dialect": "object_map"}},
+            "samples",
+            "failed",
+            "QWENVL_BBOX_FORMAT=new",
+        ),
+        (
+            {"stage2_ab__channel_b__packing": {"packing_length": 110}},
+            "samples",
+            "failed",
+            "write packing_length: ",
+        ),
+        ({"swift__lerning_rate": 1e-4}, "template", "failed", "did you mean 'learning_rate'?"),
+        ({"swift__torch_dtype": "float99"}, "template", "failed", "mend it there"),
+        ({"swift__dataset": ["/nowhere/rows.jsonl"]}, "data sets", "failed", ""),
+    ],
+)
+def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
+    configure: Configure, doctor: Doctor, changes: dict[str, Any], check: str, verdict: str, fix: str
+) -> None:
+    report = doctor(configure(DEAD, **changes))
+    row = report.row(check)
+    assert row["verdict"] == verdict
+    assert fix in row["fix"] or fix in row["found"]
+    assert report.status == 1
+    assert report.row("packing_length")["verdict"] == "not checked"
+
+
+def test_accumulation_that_is_not_written_is_told_with_swifts_value(
+    configure: Configure, doctor: Doctor
+) -> None:
+    report = doctor(
+        configure(DEAD, swift__gradient_accumulation_steps=None, swift__per_device_train_batch_size=8)
+    )
+    row = report.row("gradient_accumulation_steps")
+    assert row["verdict"] == "warning"
+    assert row["fix"].startswith("write swift.gradient_accumulation_steps: 2")
+    assert report.row("limit holds a step")["found"].endswith("6 >= 2")
+
+
+def test_a_server_that_is_started_elsewhere_must_answer(configure: Configure, doctor: Doctor) -> None:
+    report = doctor(configure(f"http://127.0.0.1:{free_port()}", swift__model="/nowhere/m"))
+    row = report.row("server 0: port open")
+    assert row["verdict"] == "failed"
+    assert "start the server there" in row["fix"]
+
+
+def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:
+    report = doctor(configure(DEAD, stage2_ab={"schedule": {"b_ratio": 0}}), "--live")
+    assert report.status == 0, report.text
+    assert report.row("channel B")["found"] == "off (b_ratio 0): no server is needed"
+    assert not [row for row in report.findings if "server 0" in row["check"]]
+
+
+def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "k3y-of-the-server")
+    monkeypatch.setenv("http_proxy", "http://me:pa55word@proxy:1")
+    config = configure(DEAD, swift__hub_token="t0ken-of-the-hub", swift__model="/nowhere/k3y-of-the-server")
+    report = doctor(config)
+    for secret in ("k3y-of-the-server", "pa55word", "t0ken-of-the-hub"):
+        assert secret not in report.text
+    assert "http_proxy would catch it and is ignored" in report.text
+    assert json.loads(report.text)["live"] is False
+
+
+def test_nothing_is_left_in_the_run_directory(configure: Configure, doctor: Doctor, tmp_path: Path) -> None:
+    doctor(configure(f"http://127.0.0.1:{free_port()}"))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,95 @@
+"""Checks run in order; what rests on a failed one is not run; errors become one line with a fix; no secret is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_stage2.doctor.examination import Examination
+from swift_stage2.doctor.finding import Outcome, Verdict, failed, left_out, ok, warning
+from swift_stage2.errors import ConfigError, ServerFault
+
+
+def raising(error: Exception) -> Any:
+    def work() -> Outcome[None]:
+        raise error
+
+    return work
+
+
+def never() -> Outcome[None]:
+    raise AssertionError("this check must not run")
+
+
+def test_what_rests_on_a_failed_check_is_not_run_and_names_the_first_cause() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: failed("broken", "mend it"))
+    second = exam.check("second", never, needs=[first])
+    third = exam.check("third", never, needs=[second])
+    assert second.finding.verdict is third.finding.verdict is Verdict.NOT_CHECKED
+    assert second.finding.found == third.finding.found == "because of: first"
+    assert second.finding.counts_as_failed
+    assert third.finding.counts_as_failed
+    assert exam.num_failed == 1
+
+
+def test_a_cause_in_another_section_is_named_with_it() -> None:
+    exam = Examination()
+    exam.begin_section("Server 0")
+    first = exam.check("route", lambda: failed("broken", "mend it"))
+    exam.begin_section("Feeding")
+    assert exam.check("rate", never, needs=[first]).finding.found == "because of: route (Server 0)"
+
+
+def test_what_rests_on_a_check_that_was_left_out_does_not_count_as_failed() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: left_out("nobody asked"))
+    second = exam.check("second", never, needs=[first])
+    assert second.finding.verdict is Verdict.NOT_CHECKED
+    assert not second.finding.counts_as_failed
+    assert exam.num_failed == 0
+
+
+def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: warning("odd", "change it", 3))
+    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).finding.found == "4"
+
+
+def test_a_value_that_was_not_handed_on_is_not_asked_for_silently() -> None:
+    first = Examination().check("first", lambda: failed("broken", "mend it"))
+    with pytest.raises(ValueError, match="name it in needs"):
+        assert first.result
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "fix"),
+    [
+        (ConfigError("a must be b, got a=1; write a: b; or c"), "a must be b, got a=1; write a: b", "or c"),
+        (ConfigError("a must be b"), "a must be b", "the usual"),
+        (ServerFault("status 500: x; y"), "status 500: x; y", "the usual"),
+        (RuntimeError("two\nlines"), "RuntimeError: two lines", "the usual"),
+    ],
+)
+def test_an_error_becomes_a_failed_row_with_its_remedy(error: Exception, found: str, fix: str) -> None:
+    finding = Examination().check("x", raising(error), fix="the usual").finding
+    assert (finding.verdict, finding.found, finding.fix) == (Verdict.FAILED, found, fix)
+
+
+def test_an_unexpected_error_has_a_fix_even_where_none_was_given() -> None:
+    assert Examination().check("x", raising(KeyError("k"))).finding.fix
+
+
+def test_a_secret_is_hidden_wherever_it_turns_up() -> None:
+    exam = Examination(secrets=("s3cret", ""))
+    finding = exam.check("x", lambda: failed("key s3cret is wrong", "replace s3cret")).finding
+    assert (finding.found, finding.fix) == ("key *** is wrong", "replace ***")
+
+
+def test_what_is_being_looked_at_is_told() -> None:
+    told: list[str] = []
+    exam = Examination(on_begin=told.append)
+    first = exam.check("first", lambda: failed("broken", "mend it"))
+    exam.check("second", never, needs=[first])
+    assert told == ["first"]

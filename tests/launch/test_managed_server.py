@@ -1,0 +1,51 @@
+"""When a server may start, with real ports and a job that only listens."""
+
+from __future__ import annotations
+
+import pytest
+from closed_connection import leave_closed_connection
+
+from swift_stage2.config import RestartConfig, ServerConfig
+from swift_stage2.errors import ServerUnavailable
+from swift_stage2.launch.managed_server import ManagedServer
+from swift_stage2.launch.plan import PlannedServer
+from swift_stage2.launch.process_tree import Command
+
+
+class ListeningJob:
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def managed(port: int, patience_s: float, *, is_stock: bool = True) -> ManagedServer:
+    command = Command(name="server0", argv=("x",), environment={}, grace_s=1.0)
+    address = ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1)
+    planned = PlannedServer(command=command, address=address, key="rollout.servers[0]", is_stock=is_stock)
+    return ManagedServer(planned, RestartConfig(), 60.0, patience_s)
+
+
+def test_a_stock_server_waits_for_its_port_and_says_so_once() -> None:
+    port, job = leave_closed_connection(), ListeningJob()
+    server = managed(port, 3600.0)
+    assert [server.may_start(job) for _ in range(3)] == [False] * 3  # type: ignore[arg-type]
+    (line,) = job.said
+    assert f"port {port} still has closed connections of an earlier server; waiting up to 3600 s" in line
+
+
+def test_a_port_that_stays_held_ends_the_wait_with_the_remedy() -> None:
+    port, job = leave_closed_connection(), ListeningJob()
+    server = managed(port, 0.0)
+    assert not server.may_start(job)  # type: ignore[arg-type]
+    with pytest.raises(ServerUnavailable, match=f"port {port} of server0 .*change the port"):
+        server.may_start(job)  # type: ignore[arg-type]
+
+
+def test_a_server_of_ours_takes_the_port_at_once() -> None:
+    job = ListeningJob()
+    assert managed(leave_closed_connection(), 3600.0, is_stock=False).may_start(job)  # type: ignore[arg-type]
+    assert job.said == []

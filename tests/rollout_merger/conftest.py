@@ -1,0 +1,43 @@
+"""A fake stock server, a merger in front of it, and threads to call from."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_rollout_server import FakeRolloutServer
+from live_merger import LiveMerger, live_merger
+
+
+@pytest.fixture
+def upstream() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as server:
+        yield server
+
+
+@pytest.fixture
+def merger(upstream: FakeRolloutServer) -> Iterator[LiveMerger]:
+    with live_merger(upstream) as merger:
+        yield merger
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What a held answer waits for; opened at the end in any case."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def callers(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=12) as threads:
+        yield threads
+        gate.set()

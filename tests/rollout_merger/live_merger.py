@@ -1,0 +1,118 @@
+"""A merger on a free port of 127.0.0.1, in this process, and callers that ask it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fake_rollout_server import FakeRolloutServer, request
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.http_listener import bind
+from swift_stage2.rollout_merger.app import MergerServer
+from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.merged_post import SeedLayout
+from swift_stage2.rollout_merger.upstream import Upstream
+
+LONGEST_WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class LiveMerger:
+    url: str
+    dispatcher: Dispatcher
+
+    def infer(self, *texts: str, seed: int | None = 7, **config: Any) -> httpx.Response:
+        return self.post(protocol.INFER, infer_body(*texts, seed=seed, **config))
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=LONGEST_WAIT_S, trust_env=False, **more)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=LONGEST_WAIT_S, trust_env=False, **more)
+
+    def wait_until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits until what ``/health/`` says makes ``holds`` true."""
+        end = time.monotonic() + LONGEST_WAIT_S
+        pause = threading.Event()
+        while not holds(state := self.dispatcher.health()):
+            assert time.monotonic() < end, state
+            pause.wait(0.005)
+
+    def wait_until_queued(self, num_parts: int, num_control: int = 0) -> None:
+        self.wait_until(
+            lambda state: (state["num_waiting"], state["num_waiting_control"]) == (num_parts, num_control)
+        )
+
+    def abandoned_call(self, path: str, body: Any) -> socket.socket:
+        """A connection that has sent its whole call; closing it is what a caller does that gives up."""
+        raw = json.dumps(body).encode()
+        connection = self.half_call(path, raw, len(raw))
+        return connection
+
+    def half_call(self, path: str, raw: bytes, num_bytes: int) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=LONGEST_WAIT_S)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw[:num_bytes])
+        return connection
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
+
+
+def infer_body(*texts: str, seed: int | None = 7, **config: Any) -> dict[str, Any]:
+    options = {"temperature": 0.5, **config}
+    if seed is not None:
+        options["seed"] = seed
+    return {"infer_requests": [request(text) for text in texts], "request_config": options}
+
+
+def texts_of(reply: httpx.Response) -> list[str]:
+    assert reply.status_code == 200, reply.text
+    return [item["response"]["choices"][0]["message"]["content"] for item in reply.json()]
+
+
+def seeds_of(reply: httpx.Response) -> list[int]:
+    return [item["rollout_infos"]["stage2"]["seed"] for item in reply.json()]
+
+
+@contextmanager
+def live_merger(
+    upstream: FakeRolloutServer | str,
+    *,
+    max_batch_size: int = 64,
+    timeout_s: float = LONGEST_WAIT_S,
+    api_key: str | None = None,
+    layout: SeedLayout | None = None,
+    **patience: float,
+) -> Iterator[LiveMerger]:
+    url = upstream if isinstance(upstream, str) else upstream.url
+    dispatcher = Dispatcher(
+        Upstream(url, api_key=api_key, timeout_s=timeout_s),
+        max_batch_size=max_batch_size,
+        layout=layout or SeedLayout(),
+        **patience,
+    )
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = MergerServer(dispatcher, api_key)
+    dispatcher.start()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield LiveMerger(f"http://127.0.0.1:{port}", dispatcher)
+    finally:
+        server.should_exit = True
+        thread.join(LONGEST_WAIT_S)
+        assert not thread.is_alive()

@@ -1,0 +1,152 @@
+"""Two ranks' own clients on one merger: provenance, and what each fault behind the merger makes of the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, request
+from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST
+from swift_stage2.config import DecodingConfig
+from swift_stage2.errors import ServerFault
+from swift_stage2.fence import InferFence
+from swift_stage2.server_session import Deadline, ServerSession
+
+
+def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
+    settings: dict[str, Any] = {
+        "fence": InferFence(version=3),
+        "decoding": DecodingConfig(temperature=0.7),
+        "request_timeout_s": LONGEST_WAIT_S,
+        "run_seed": 11,
+        "rank": rank,
+        "world_size": 2,
+        "ticket_timeout_s": 0.05,
+    }
+    client = RolloutClient([merger.url], **settings | changes)
+    client.set_proven([merger.url])
+    return client
+
+
+def ask(client: RolloutClient, *texts: str, first: int = 0) -> BatchOutcome:
+    samples = [Sample(SampleKey(0, first + n, n), row={}, labels=(), boxes=()) for n in range(len(texts))]
+    return client.generate(samples, [request(text) for text in texts])
+
+
+@pytest.fixture
+def ranks(merger: LiveMerger) -> Iterator[tuple[RolloutClient, RolloutClient]]:
+    with make_client(merger, 0) as first, make_client(merger, 1) as second:
+        yield first, second
+
+
+def test_a_rollout_knows_the_seed_that_it_was_really_sampled_with(
+    upstream: FakeRolloutServer,
+    merger: LiveMerger,
+    ranks: tuple[RolloutClient, RolloutClient],
+    callers: ThreadPoolExecutor,
+    gate: threading.Event,
+) -> None:
+    upstream.on_infer = lambda call: echo(call, after=gate) if len(upstream.infer_calls) == 1 else echo(call)
+    callers.submit(merger.infer, "busy", temperature=0.9)
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+    futures = [callers.submit(ask, ranks[0], "a", "b")]
+    merger.wait_until_queued(1)
+    futures.append(callers.submit(ask, ranks[1], "c", "d", "e"))
+    merger.wait_until_queued(2)
+    gate.set()
+    rollouts = [r for future in futures for r in future.result(LONGEST_WAIT_S).rollouts]
+    joint = upstream.infer_calls[1]
+    assert joint.texts == ["a", "b", "c", "d", "e"]
+    assert [rollout.text for rollout in rollouts] == [f"echo {text}" for text in joint.texts]
+    assert [rollout.seed for rollout in rollouts] == [joint.config["seed"] + n for n in range(5)]
+
+
+def test_no_two_ranks_ever_sample_with_a_common_seed(
+    upstream: FakeRolloutServer, merger: LiveMerger, ranks: tuple[RolloutClient, RolloutClient]
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        for first in range(0, 40, 8):
+            list(threads.map(lambda rank, first=first: ask(rank, *"abcdefgh", first=first), ranks))
+    posts = sorted((call.config["seed"], len(call.requests)) for call in upstream.infer_calls)
+    assert sum(size for _, size in posts) == 80
+    for (seed, size), (following, _) in pairwise(posts):
+        assert seed + size <= following
+    interval = (2**31 - 1) // 2
+    for seed, size in posts:  # whole POSTs stay in the interval of the rank that led them
+        assert (seed - 1) // interval == (seed + size - 2) // interval
+        assert (seed - 1) % interval <= interval - MAX_REQUESTS_PER_POST
+
+
+def test_a_server_lost_behind_the_merger_is_suspect_for_every_rank_that_waited(
+    upstream: FakeRolloutServer,
+    merger: LiveMerger,
+    ranks: tuple[RolloutClient, RolloutClient],
+    callers: ThreadPoolExecutor,
+    gate: threading.Event,
+) -> None:
+    upstream.on_infer = lambda call: Answer(drop=True, after=gate)
+    first = callers.submit(ask, ranks[0], "a", "b")
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+    second = callers.submit(ask, ranks[1], "c")
+    merger.wait_until_queued(1)
+    gate.set()
+    for future, client in ((first, ranks[0]), (second, ranks[1])):
+        outcome = future.result(LONGEST_WAIT_S)
+        assert outcome.rollouts == ()
+        assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
+        assert merger.url in client.suspects
+    assert len(upstream.infer_calls) == 1  # nobody asked a server again that may be another one by now
+
+
+def test_a_merger_that_gives_up_waiting_leaves_a_post_abandoned_not_failed(
+    upstream: FakeRolloutServer, gate: threading.Event
+) -> None:
+    upstream.on_infer = lambda call: echo(call, after=gate) if len(upstream.infer_calls) == 1 else echo(call)
+    with live_merger(upstream, timeout_s=0.3) as merger, make_client(merger, 0) as client:
+        outcome = ask(client, "slow")
+        gate.set()
+        assert outcome.timed_out == outcome.returned
+        assert outcome.abandoned == {merger.url: 1}
+        assert client.settle(merger.url)
+        assert client.suspects == {}
+        assert len(upstream.reset_calls) >= 1
+
+
+def test_a_poisonous_request_is_quarantined_by_its_own_rank_alone(
+    upstream: FakeRolloutServer,
+    merger: LiveMerger,
+    ranks: tuple[RolloutClient, RolloutClient],
+    callers: ThreadPoolExecutor,
+) -> None:
+    def behave(call: Call) -> Answer:
+        return Answer(status=500, body=b"no image") if "bad" in call.texts else echo(call)
+
+    upstream.on_infer = behave
+    futures = [
+        callers.submit(ask, ranks[0], "a", "b"),
+        callers.submit(ask, ranks[1], "c", "bad", "d", "e"),
+    ]
+    good, mixed = (future.result(LONGEST_WAIT_S) for future in futures)
+    assert (len(good.rollouts), good.failures) == (2, ())
+    assert [rollout.text for rollout in mixed.rollouts] == ["echo c", "echo d", "echo e"]
+    assert [sample.key.position for sample, _ in mixed.quarantined] == [1]
+
+
+def test_control_calls_of_a_round_hear_of_a_lost_server(
+    upstream: FakeRolloutServer, merger: LiveMerger
+) -> None:
+    upstream.on_reset = lambda call: Answer(drop=True)
+    with ServerSession(merger.url) as session:
+        assert session.info(Deadline(LONGEST_WAIT_S)).stock
+        with pytest.raises(ServerFault, match="502"):
+            session.post(protocol.INIT_COMMUNICATOR, {}, Deadline(LONGEST_WAIT_S))

@@ -1,0 +1,127 @@
+"""The dispatcher's one thread, with a server whose answers the test gives."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_rollout_server import request
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import UpstreamLost
+from swift_stage2.http_listener import bearer_check
+from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, parse_infer_body
+from swift_stage2.rollout_merger.upstream import Reply
+
+WAIT_S = 20.0
+OK = Reply(200, b"{}")
+
+
+class ScriptedUpstream:
+    """Answers with what ``behave`` returns or raises for a path."""
+
+    base_url = "http://server"
+
+    def __init__(self) -> None:
+        self.behave: Callable[[str], Reply] = lambda path: OK
+        self.paths: list[str] = []
+
+    def call(self, method: str, path: str, body: bytes) -> Reply:
+        self.paths.append(path)
+        return self.behave(path)
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def upstream() -> ScriptedUpstream:
+    return ScriptedUpstream()
+
+
+@pytest.fixture
+def dispatchers() -> Iterator[list[Dispatcher]]:
+    made: list[Dispatcher] = []
+    yield made
+    for dispatcher in made:
+        assert dispatcher.close(WAIT_S)
+
+
+def start(upstream: ScriptedUpstream, made: list[Dispatcher], *, needs_weights: bool = False) -> Dispatcher:
+    dispatcher = Dispatcher(
+        upstream,  # type: ignore[arg-type]
+        max_batch_size=4,
+        layout=SeedLayout(),
+        needs_weights=needs_weights,
+    )
+    dispatcher.start()
+    made.append(dispatcher)
+    return dispatcher
+
+
+def part(text: str = "a") -> InferBody:
+    body = parse_infer_body(json.dumps({"infer_requests": [request(text)], "request_config": {}}).encode())
+    assert body is not None
+    return body
+
+
+def test_what_goes_wrong_in_a_control_call_is_its_callers_and_the_thread_lives(
+    upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
+) -> None:
+    dispatcher = start(upstream, dispatchers)
+
+    def break_down(path: str) -> Reply:
+        raise RuntimeError("can't start new thread")
+
+    upstream.behave = break_down
+    first = dispatcher.control("POST", protocol.RESET_PREFIX_CACHE, b"")
+    assert isinstance(first.future.exception(WAIT_S), RuntimeError)
+    upstream.behave = lambda path: OK
+    assert dispatcher.control("POST", protocol.RESET_PREFIX_CACHE, b"").future.result(WAIT_S) == OK
+
+
+def test_the_mergers_own_refusal_leaves_a_rounds_calls_in_the_queue(
+    upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
+) -> None:
+    dispatcher = start(upstream, dispatchers, needs_weights=True)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold(path: str) -> Reply:
+        busy.set()
+        assert go_on.wait(WAIT_S)
+        return OK
+
+    upstream.behave = hold
+    dispatcher.control("GET", protocol.WORLD_SIZE, b"")
+    assert busy.wait(WAIT_S)
+    refused = dispatcher.control("POST", protocol.INFER, b"{}")  # one that cannot be merged
+    of_the_round = dispatcher.control("POST", protocol.INIT_COMMUNICATOR, b"")
+    go_on.set()
+    assert isinstance(refused.future.exception(WAIT_S), UpstreamLost)
+    assert of_the_round.future.result(WAIT_S) == OK
+    assert upstream.paths == [protocol.WORLD_SIZE, protocol.INIT_COMMUNICATOR]
+
+
+def test_a_server_that_was_started_again_is_not_believed_before_it_has_weights(
+    upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
+) -> None:
+    dispatcher = start(upstream, dispatchers, needs_weights=True)
+    assert dispatcher.health()["status"] == "needs_weights"
+    assert dispatcher.control("GET", protocol.WORLD_SIZE, b"").future.result(WAIT_S) == OK
+    with pytest.raises(UpstreamLost, match="sync round"):
+        dispatcher.infer(part())
+    dispatcher.control("POST", protocol.PROCESS_WEIGHTS, b"").future.result(WAIT_S)
+    assert dispatcher.health()["status"] == "ok"
+    asked = dispatcher.infer(part())
+    assert asked.future.result(WAIT_S).status == 500  # the answer of this server is none
+    assert upstream.paths[-1] == protocol.INFER
+
+
+def test_the_key_is_looked_at_in_the_order_of_arrival() -> None:
+    """FastAPI runs a coroutine on the event loop and anything else in a pool, whose threads end in any order."""
+    assert inspect.iscoroutinefunction(bearer_check("key"))

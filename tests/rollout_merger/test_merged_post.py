@@ -1,0 +1,101 @@
+"""Bodies into one POST and its reply back: nothing is mixed up, and every seed is the one the server used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_rollout_server import output
+from hypothesis import given
+from hypothesis import strategies as st
+from live_merger import infer_body
+
+from swift_stage2.errors import ProtocolError
+from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, parse_infer_body, split
+from swift_stage2.rollout_protocol import parse_infer_reply
+
+
+def parsed(*texts: str, **config: Any) -> InferBody:
+    body = parse_infer_body(json.dumps(infer_body(*texts, **config)).encode())
+    assert body is not None
+    return body
+
+
+@given(
+    parts=st.lists(st.lists(st.text(), min_size=1, max_size=5), min_size=1, max_size=6),
+    seed=st.integers(1, 2**31),
+)
+def test_every_part_gets_the_outputs_of_its_own_requests(parts: list[list[str]], seed: int) -> None:
+    bodies = [parsed(*texts, seed=seed + 10_000 * n) for n, texts in enumerate(parts)]
+    sent = json.loads(merge(bodies))
+    asked = [item["messages"][0]["content"] for item in sent["infer_requests"]]
+    assert asked == [text for texts in parts for text in texts]
+    assert sent["request_config"] == {"temperature": 0.5, "seed": seed}
+    replies = split(json.dumps([output(text) for text in asked]).encode(), bodies, SeedLayout())
+    completions = [
+        parse_infer_reply(json.loads(reply), len(texts)) for reply, texts in zip(replies, parts, strict=True)
+    ]
+    assert [[c.text for c in part] for part in completions] == parts
+    assert [c.seed for part in completions for c in part] == list(range(seed, seed + len(asked)))
+
+
+def test_the_outputs_are_the_servers_but_for_the_seed() -> None:
+    items = [{**output("a"), "rollout_infos": {"turns": 3}, "messages": None}, output("b")]
+    (reply,) = split(json.dumps(items).encode(), [parsed("a", "b")], SeedLayout())
+    stamped = json.loads(reply)
+    assert stamped[0].pop("rollout_infos") == {"turns": 3, "stage2": {"seed": 7}}
+    assert stamped[1].pop("rollout_infos") == {"stage2": {"seed": 8}}
+    assert stamped == [
+        {"response": items[0]["response"], "messages": None},
+        {"response": items[1]["response"]},
+    ]
+
+
+def test_what_may_share_a_post() -> None:
+    assert parsed("a", seed=1).key == parsed("b", seed=2).key
+    assert parsed("a", temperature=0.1).key != parsed("a", temperature=0.2).key
+    assert parsed("a", seed=None).key != parsed("a").key
+    tqdm = parse_infer_body(json.dumps({**infer_body("a"), "use_tqdm": False}).encode())
+    assert tqdm is not None
+    assert tqdm.key != parsed("a").key
+    assert json.loads(merge([tqdm]))["use_tqdm"] is False
+
+
+def test_without_a_seed_none_is_sent_and_none_is_claimed() -> None:
+    body = parsed("a", seed=None)
+    assert "seed" not in json.loads(merge([body]))["request_config"]
+    (reply,) = split(json.dumps([output("a")]).encode(), [body], SeedLayout())
+    assert json.loads(reply) == [output("a")]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"[]", b"{", b'{"infer_requests": []}', b'{"infer_requests": {}}',
+     b'{"infer_requests": [{}], "request_config": 3}',
+     b'{"infer_requests": [{}], "request_config": {"seed": "x"}}',
+     b'{"infer_requests": [{}], "request_config": {"seed": true}}'],
+)  # fmt: skip
+def test_a_body_that_only_the_server_can_judge_is_not_merged(raw: bytes) -> None:
+    assert parse_infer_body(raw) is None
+
+
+@pytest.mark.parametrize("reply", [b"null", b"{", b"[]", b"[1]", b'[{"response": {}}, {"response": {}}]'])
+def test_a_reply_that_does_not_fit_is_refused(reply: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        split(reply, [parsed("a")], SeedLayout())
+
+
+def test_seeds_as_the_server_makes_them() -> None:
+    """As ``VllmEngine.infer`` (``seed += i``), ``chunk_list`` over the workers, and ``infer_async``."""
+    assert SeedLayout().seeds(5, 4) == [5, 6, 7, 8]
+    assert SeedLayout(data_parallel_size=2).seeds(5, 5) == [5, 6, 7, 5, 6]
+    assert SeedLayout(data_parallel_size=4).seeds(5, 2) == [5, 5]
+    assert SeedLayout(async_engine=True).seeds(5, 3) == [5, 5, 5]
+
+
+@given(num_requests=st.integers(1, 4096), first=st.integers(1, 2**30))
+def test_no_seed_twice_in_one_post_and_none_beyond_the_room_behind_it(num_requests: int, first: int) -> None:
+    seeds = SeedLayout().seeds(first, num_requests)
+    assert len(set(seeds)) == num_requests
+    assert (min(seeds), max(seeds)) == (first, first + num_requests - 1)

@@ -1,0 +1,417 @@
+"""The merger between real callers and a fake stock server: what shares a POST, in which order, who hears of a fault."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, error, output
+from live_merger import (
+    LONGEST_WAIT_S,
+    LiveMerger,
+    free_port,
+    infer_body,
+    live_merger,
+    seeds_of,
+    texts_of,
+)
+
+from swift_stage2 import rollout_protocol as protocol
+
+KEY = "sk-very-secret-0123456789"
+RESET_MESSAGE = {"message": "Request received, resetting prefix cache status: True"}
+
+
+def hold_first(upstream: FakeRolloutServer, gate: threading.Event, **answer: Any) -> None:
+    """The first ``/infer/`` is answered when the gate opens, the others at once."""
+
+    def behave(call: Call) -> Answer:
+        return echo(call, after=gate, **answer) if len(upstream.infer_calls) == 1 else echo(call)
+
+    upstream.on_infer = behave
+
+
+def occupy(upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor) -> Any:
+    """Returns when the server is busy with a call of another kind."""
+    first = callers.submit(merger.infer, "first", temperature=0.9)
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+    return first
+
+
+def test_calls_that_arrive_while_the_server_is_busy_leave_as_one(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    first = occupy(upstream, merger, callers)
+    later = [callers.submit(merger.infer, f"{n}a", f"{n}b", seed=1000 * (n + 1)) for n in range(4)]
+    merger.wait_until_queued(4)
+    gate.set()
+    assert texts_of(first.result(LONGEST_WAIT_S)) == ["echo first"]
+    for n, future in enumerate(later):
+        assert texts_of(future.result(LONGEST_WAIT_S)) == [f"echo {n}a", f"echo {n}b"]
+    assert upstream.batch_sizes == [1, 8]
+    assert upstream.most_at_once == 1
+    all_seeds = sorted(seed for future in later for seed in seeds_of(future.result(0)))
+    start = upstream.seeds[1]
+    assert all_seeds == list(range(start, start + 8))
+    assert merger.get(protocol.HEALTH).json()["num_posts"] == 2
+
+
+def test_a_post_holds_no_more_than_allowed_and_one_kind_only(
+    upstream: FakeRolloutServer, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    with live_merger(upstream, max_batch_size=4) as merger:
+        hold_first(upstream, gate)
+        occupy(upstream, merger, callers)
+        texts = [("a", "b", "c"), ("d", "e"), ("f",), ("g", "h", "i", "j", "k")]
+        later = []
+        for number, part in enumerate(texts):
+            later.append(callers.submit(merger.infer, *part))
+            merger.wait_until_queued(number + 1)
+        later.append(callers.submit(merger.infer, "other", temperature=0.1))
+        merger.wait_until_queued(5)
+        gate.set()
+        for future in later:
+            assert future.result(LONGEST_WAIT_S).status_code == 200
+    assert [call.texts for call in upstream.infer_calls[1:]] == [
+        ["a", "b", "c", "f"], ["d", "e"], ["g", "h", "i", "j", "k"], ["other"],
+    ]  # fmt: skip
+
+
+def test_callers_that_come_back_a_moment_late_are_not_a_post_behind_for_ever(
+    upstream: FakeRolloutServer, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    with live_merger(upstream, longest_gather_s=LONGEST_WAIT_S, return_share=1e6) as merger:
+        hold_first(upstream, gate)
+        early = callers.submit(merger.infer, "early 1")
+        upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+        others = [callers.submit(merger.infer, text) for text in ("b", "c")]
+        merger.wait_until_queued(2)
+        gate.set()
+        assert early.result(LONGEST_WAIT_S).status_code == 200
+        merger.infer("early 2")  # returns only now: the others have waited for it
+        for future in others:
+            assert future.result(LONGEST_WAIT_S).status_code == 200
+        # Nobody else was waiting when that POST ended, and yet the next one waits for all three.
+        again = [callers.submit(merger.infer, text) for text in ("x", "y")]
+        merger.wait_until_queued(2)
+        merger.infer("z")
+        for future in again:
+            assert future.result(LONGEST_WAIT_S).status_code == 200
+    assert upstream.batch_sizes == [1, 3, 3]
+
+
+def test_only_the_caller_with_the_poisonous_request_hears_of_it(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    def behave(call: Call) -> Answer:
+        if len(upstream.infer_calls) == 1:
+            return echo(call, after=gate)
+        return error(500, "cannot identify image") if "bad" in call.texts else echo(call)
+
+    upstream.on_infer = behave
+    occupy(upstream, merger, callers)
+    good = callers.submit(merger.infer, "good", seed=100)
+    merger.wait_until_queued(1)
+    bad = callers.submit(merger.infer, "fine", "bad", seed=200)
+    merger.wait_until_queued(2)
+    late = callers.submit(merger.infer, "late", seed=300)
+    merger.wait_until_queued(3)
+    gate.set()
+    assert texts_of(good.result(LONGEST_WAIT_S)) == ["echo good"]
+    assert texts_of(late.result(LONGEST_WAIT_S)) == ["echo late"]
+    refused = bad.result(LONGEST_WAIT_S)
+    assert (refused.status_code, refused.text) == (500, "cannot identify image")
+    assert upstream.batch_sizes == [1, 4, 1, 2, 1]
+    assert seeds_of(late.result(0)) == [300]  # alone, with its own seed
+
+
+def test_a_reply_with_too_few_outputs_is_no_answer(upstream: FakeRolloutServer, merger: LiveMerger) -> None:
+    upstream.on_infer = lambda call: Answer(body=json.dumps([output("one")]).encode())
+    reply = merger.infer("a", "b")
+    assert reply.status_code == 500
+    assert "2 outputs" in reply.text
+
+
+@pytest.mark.parametrize("fault", [{"drop": True}, {"cut_after_bytes": 10}], ids=["dropped", "cut"])
+def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again(
+    upstream: FakeRolloutServer,
+    merger: LiveMerger,
+    callers: ThreadPoolExecutor,
+    gate: threading.Event,
+    fault: dict[str, Any],
+) -> None:
+    assert merger.infer("before").status_code == 200
+
+    def behave(call: Call) -> Answer:
+        return echo(call, after=gate, **fault) if len(upstream.infer_calls) == 2 else echo(call)
+
+    upstream.on_infer = behave
+    running = callers.submit(merger.infer, "running")
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 2)
+    queued = [callers.submit(merger.infer, text) for text in ("x", "y")]
+    merger.wait_until_queued(2)
+    control = callers.submit(merger.get, protocol.WORLD_SIZE)
+    merger.wait_until_queued(2, 1)
+    gate.set()
+    for future in (running, *queued, control):
+        assert future.result(LONGEST_WAIT_S).status_code == 502
+    assert len(upstream.infer_calls) == 2
+
+    # Perhaps it was started again, with the weights of its checkpoint: nobody infers before a round.
+    assert merger.infer("too early").status_code == 502
+    assert merger.get(protocol.HEALTH).json()["status"] == "lost"
+    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
+    health = merger.get(protocol.HEALTH)
+    assert (health.status_code, health.json()["status"]) == (503, "needs_weights")
+    assert merger.infer("still too early").status_code == 502
+    assert merger.post(protocol.INFER, {"infer_requests": []}).status_code == 502
+    assert len(upstream.infer_calls) == 2
+    assert merger.post(protocol.PROCESS_WEIGHTS, {}).status_code == 200
+    assert texts_of(merger.infer("after")) == ["echo after"]
+    assert merger.get(protocol.HEALTH).status_code == 200
+
+
+def test_a_server_that_is_lost_while_parts_are_asked_one_by_one(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    def behave(call: Call) -> Answer:
+        match len(upstream.infer_calls):
+            case 1:
+                return echo(call, after=gate)
+            case 2:
+                return error()
+            case 3:
+                return echo(call)
+            case _:
+                return Answer(drop=True)
+
+    upstream.on_infer = behave
+    occupy(upstream, merger, callers)
+    parts = []
+    for number in range(3):
+        parts.append(callers.submit(merger.infer, str(number)))
+        merger.wait_until_queued(number + 1)
+    gate.set()
+    assert [part.result(LONGEST_WAIT_S).status_code for part in parts] == [200, 502, 502]
+    assert upstream.batch_sizes == [1, 3, 1, 1]
+
+
+def test_a_server_that_is_not_there_yet_is_asked_again_when_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with live_merger(f"http://127.0.0.1:{port}") as merger:
+        assert merger.infer("a").status_code == 502
+        assert merger.infer("a").status_code == 502
+        assert caplog.text.count("the server is lost") == 1
+        health = merger.get(protocol.HEALTH)
+        assert (health.status_code, health.json()["status"]) == (503, "lost")
+        with FakeRolloutServer(port=port):
+            assert texts_of(merger.infer("a")) == ["echo a"]
+
+
+def test_a_server_that_does_not_answer_in_time_is_a_504_and_the_next_call_is_made(
+    upstream: FakeRolloutServer, gate: threading.Event
+) -> None:
+    with live_merger(upstream, timeout_s=0.3) as merger:
+        hold_first(upstream, gate)
+        reply = merger.infer("slow")
+        assert reply.status_code == 504
+        assert "upstream_timeout_s=0.3" in reply.text
+        assert texts_of(merger.infer("next")) == ["echo next"]
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answered(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    running = occupy(upstream, merger, callers)
+    abandoned = merger.abandoned_call(protocol.INFER, infer_body("abandoned"))
+    merger.wait_until_queued(1)
+    abandoned.close()
+    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+    merger.wait_until_queued(0, 1)
+    later = callers.submit(merger.infer, "later")
+    merger.wait_until_queued(1, 1)
+    assert not reset.done()
+    gate.set()
+    assert reset.result(LONGEST_WAIT_S).json() == RESET_MESSAGE
+    assert texts_of(running.result(LONGEST_WAIT_S)) == ["echo first"]
+    assert texts_of(later.result(LONGEST_WAIT_S)) == ["echo later"]
+    assert [call.path for call in upstream.calls] == [
+        protocol.INFER,
+        protocol.RESET_PREFIX_CACHE,
+        protocol.INFER,
+    ]
+    assert [call.texts for call in upstream.infer_calls] == [["first"], ["later"]]
+
+
+def test_an_ordered_call_waits_for_what_its_caller_abandoned_while_it_ran(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    abandoned = merger.abandoned_call(protocol.INFER, infer_body("abandoned"))
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+    abandoned.close()
+    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+    merger.wait_until_queued(0, 1)
+    assert upstream.reset_calls == []
+    gate.set()
+    assert reset.result(LONGEST_WAIT_S).status_code == 200
+    assert len(upstream.reset_calls) == 1
+
+
+def test_an_ordered_call_waits_for_a_call_that_began_to_arrive_before_it(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor
+) -> None:
+    raw = json.dumps(infer_body("slow to arrive")).encode()
+    arriving = merger.half_call(protocol.INFER, raw, 10)
+    merger.get("/nowhere/")  # the loop has seen the first half: it answers in turn
+    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+    with pytest.raises(TimeoutError):
+        reset.result(0.3)
+    arriving.sendall(raw[10:])
+    assert reset.result(LONGEST_WAIT_S).status_code == 200
+    assert [call.path for call in upstream.calls] == [protocol.INFER, protocol.RESET_PREFIX_CACHE]
+    arriving.close()
+
+
+def test_an_ordered_call_does_not_wait_for_a_call_that_broke_off_while_it_arrived(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor
+) -> None:
+    raw = json.dumps(infer_body("never whole")).encode()
+    arriving = merger.half_call(protocol.INFER, raw, 10)
+    merger.get("/nowhere/")
+    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+    arriving.close()
+    assert reset.result(LONGEST_WAIT_S).status_code == 200
+    assert upstream.infer_calls == []
+
+
+def test_a_part_whose_caller_left_is_not_asked_alone_either(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    second = threading.Event()
+
+    def behave(call: Call) -> Answer:
+        match len(upstream.infer_calls):
+            case 1:
+                return echo(call, after=gate)
+            case 2:
+                return Answer(status=500, after=second)
+            case _:
+                return echo(call)
+
+    upstream.on_infer = behave
+    occupy(upstream, merger, callers)
+    stays = callers.submit(merger.infer, "stays")
+    merger.wait_until_queued(1)
+    leaves = merger.abandoned_call(protocol.INFER, infer_body("leaves"))
+    merger.wait_until_queued(2)
+    gate.set()
+    upstream.wait_until(lambda: len(upstream.infer_calls) == 2)
+    forgotten = threading.Event()
+    forget = merger.dispatcher.forget
+    merger.dispatcher.forget = lambda item: (forget(item), forgotten.set())  # type: ignore[method-assign, assignment, func-returns-value]
+    leaves.close()
+    assert forgotten.wait(LONGEST_WAIT_S)
+    second.set()
+    assert texts_of(stays.result(LONGEST_WAIT_S)) == ["echo stays"]
+    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
+    assert [call.texts for call in upstream.infer_calls] == [["first"], ["stays", "leaves"], ["stays"]]
+
+
+def test_of_the_control_calls_only_a_close_is_made_for_a_caller_that_left(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    occupy(upstream, merger, callers)
+    left = []
+    for number, path in enumerate((protocol.UPDATE_FLATTENED_PARAMS, protocol.CLOSE_COMMUNICATOR)):
+        left.append(merger.abandoned_call(path, {}))
+        merger.wait_until_queued(0, number + 1)
+    forgotten: list[str] = []
+    both = threading.Event()
+    forget = merger.dispatcher.forget
+
+    def note(item: Any) -> None:
+        forget(item)
+        forgotten.append(item.path)
+        if len(forgotten) == 2:
+            both.set()
+
+    merger.dispatcher.forget = note  # type: ignore[method-assign]
+    for connection in left:
+        connection.close()
+    assert both.wait(LONGEST_WAIT_S)
+    gate.set()
+    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
+    assert [call.path for call in upstream.calls] == [
+        protocol.INFER, protocol.CLOSE_COMMUNICATOR, protocol.RESET_PREFIX_CACHE,
+    ]  # fmt: skip
+
+
+# --- drop-in -------------------------------------------------------------------------------------
+
+
+def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger: LiveMerger) -> None:
+    upstream.on_get = lambda call: Answer(body=b'{"world_size": 1}')
+    assert merger.get(protocol.SERVER_INFO).status_code == 404
+    assert merger.post(protocol.ABORT, {}).status_code == 404
+    assert merger.get(protocol.WORLD_SIZE).json() == {"world_size": 1}
+    update = {"metadatas": [{"name": "a"}]}
+    assert merger.post(protocol.UPDATE_FLATTENED_PARAMS, update).status_code == 200
+    upstream.on_infer = lambda call: error(422, '{"detail": "stock says so"}')
+    refused = merger.post(protocol.INFER, {"infer_requests": "nonsense"})
+    assert (refused.status_code, refused.json()) == (422, {"detail": "stock says so"})
+    assert [(call.path, call.body) for call in upstream.calls] == [
+        (protocol.WORLD_SIZE, None),
+        (protocol.UPDATE_FLATTENED_PARAMS, update),
+        (protocol.INFER, {"infer_requests": "nonsense"}),
+    ]
+
+
+def test_it_calls_the_server_for_nobody_but_its_callers(
+    upstream: FakeRolloutServer, merger: LiveMerger
+) -> None:
+    assert merger.get(protocol.HEALTH).json()["status"] == "untried"
+    assert merger.get("/health").status_code == 200
+    assert upstream.calls == []
+
+
+def test_health_answers_while_the_server_is_busy_and_tells_what_waits(
+    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    occupy(upstream, merger, callers)
+    callers.submit(merger.infer, "a", "b")
+    merger.wait_until_queued(1)
+    body = merger.get(protocol.HEALTH).json()
+    assert body["running"] == {"path": protocol.INFER, "num_requests": 1}
+    assert (body["num_waiting"], body["last_call"]) == (1, None)
+    gate.set()
+    merger.wait_until(lambda state: state["num_requests"] == 3 and state["running"] is None)
+    last = merger.get(protocol.HEALTH).json()["last_call"]
+    assert (last["path"], last["answered"], last["detail"]) == (protocol.INFER, True, "status 200")
+
+
+def test_it_wants_the_key_and_sends_it_on(
+    upstream: FakeRolloutServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live_merger(upstream, api_key=KEY) as merger:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            assert merger.post(protocol.INFER, infer_body("a"), headers=headers).status_code == 401
+            assert merger.get(protocol.WORLD_SIZE, headers=headers).status_code == 401
+        assert upstream.calls == []
+        right = {"Authorization": f"Bearer {KEY}"}
+        assert merger.post(protocol.INFER, infer_body("a"), headers=right).status_code == 200
+        assert upstream.calls[0].headers["Authorization"] == f"Bearer {KEY}"
+        upstream.on_infer = lambda call: Answer(drop=True)
+        lost = merger.post(protocol.INFER, infer_body("a"), headers=right)
+        assert KEY not in lost.text + merger.get(protocol.HEALTH).text
+    assert KEY not in caplog.text

@@ -1,0 +1,94 @@
+"""Which engine is asked for, what is refused before any model is loaded, and what reaches ms-swift."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import MODEL, free_port
+
+from swift_stage2.errors import UserError
+from swift_stage2.rollout_server import command_line
+from swift_stage2.rollout_server.app import bind, main
+from swift_stage2.rollout_server.command_line import parse_command
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be built, instead of it."""
+    asked: list[Any] = []
+    monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv: asked.append(list(argv)))
+    monkeypatch.setattr(command_line, "VllmRolloutEngine", lambda build, model: asked.append(model))
+    return asked
+
+
+@pytest.mark.parametrize("named", [["--model", str(MODEL)], [str(MODEL)]], ids=["--model", "first argument"])
+def test_vllm_takes_the_options_of_swift_rollout_and_passes_them_on(
+    named: list[str], built: list[Any]
+) -> None:
+    plugin = str(Path(__file__))
+    rest = ["--vllm_tensor_parallel_size", "2", "--torch_dtype", "bfloat16", "--template", "qwen2_5_vl"]
+    own = ["--host", "::1", "--port", "8123", "--api-key-env", "MY_KEY", "--external_plugins", plugin, plugin]
+    command = parse_command(["--engine", "vllm", *named, *own, *rest])
+    assert (command.host, command.port, command.has_children) == ("::1", 8123, True)
+    command.start_engine()
+    assert built == [["--model", str(MODEL), "--external_plugins", plugin, plugin, *rest], str(MODEL)]
+
+
+def test_the_key_comes_from_the_variable_or_as_stock_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "from the environment")
+    by_variable = parse_command(["--engine=vllm", str(MODEL), "--api-key-env", "MY_KEY"])
+    assert by_variable.api_key == "from the environment"
+    for option in ("--api_key", "--api-key"):
+        assert parse_command(["--engine", "vllm", "--model", str(MODEL), option, "given"]).api_key == "given"
+    assert parse_command(["--engine", "vllm", "--model", str(MODEL)]).api_key is None
+    transformers = parse_command(["--engine", "transformers", str(MODEL), "--api-key-env", "MY_KEY"])
+    assert (transformers.api_key, transformers.has_children) == ("from the environment", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["nowhere"], "nowhere"),
+        ([], "a model must be named, got none"),
+        ([str(MODEL), "--model", str(MODEL)], "exactly one model"),
+        ([str(MODEL), "--external_plugins", "no.py"], "no.py"),
+    ],
+)
+def test_a_missing_model_or_plugin_is_one_line_and_status_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--engine", "vllm", *arguments, "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_id_is_left_to_ms_swift(built: list[Any]) -> None:
+    parse_command(["--engine", "vllm", "--model", "some/model"]).start_engine()
+    assert built[0] == ["--model", "some/model"]
+
+
+def test_a_busy_port_is_one_line_and_status_2_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], built: list[Any]
+) -> None:
+    port = free_port()
+    with bind("127.0.0.1", port):
+        assert main(["--engine", "vllm", str(MODEL), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert str(port) in error
+    assert error.count("\n") == 1
+    assert built == []
+
+
+def test_another_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_command(["--engine", "sglang", str(MODEL)])
+    assert "sglang" in capsys.readouterr().err
+
+
+def test_a_missing_transformers_model_is_refused_too() -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        parse_command(["nowhere"])

@@ -1,0 +1,221 @@
+"""A server that stalls or dies without a word: its own fault within the round's time, and seen between rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_rollout_server import Answer, FakeRolloutServer
+from stalled_peer import BUCKET_BYTES
+from test_weight_transport import AnyCanary
+from torch.distributed import TCPStore
+from torchrun_job import free_port
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2 import weight_transport
+from swift_stage2.collectives import SingleRank
+from swift_stage2.errors import ServerFault
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import GlooTransport, StockTransport
+
+CPU = torch.device("cpu")
+KILLED_BY_S = 20.0
+T = 6.0  # of it 4.8 for calls; the second bucket leaves after 2.5, so a limit counted from there would pass T
+
+
+@contextmanager
+def peer(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its first line; killed at the end, frozen or not."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("stalled_peer.py")), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(KILLED_BY_S)
+        process.stdout.close()
+
+
+def answering_as_ours(manifest: tuple[protocol.TensorSpec, ...]) -> FakeRolloutServer:
+    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
+    return FakeRolloutServer(
+        on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
+        on_reset=lambda call: Answer(body=b"{}"),
+    )
+
+
+def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> WeightSync:
+    return WeightSync(
+        [ServerEndpoint(server.url, port)],
+        control=SingleRank(),
+        export=export,
+        canary=AnyCanary(),
+        make_transport=lambda info: GlooTransport(),
+        run_id="run",
+        timeout_s=T,
+        bucket_mib=1,
+    )
+
+
+def test_a_server_that_freezes_late_in_a_push_is_suspect_and_no_hang() -> None:
+    four_buckets = torch.nn.ParameterList([torch.ones(BUCKET_BYTES // 4) for _ in range(4)])
+    export = WeightExport(four_buckets)
+    port = free_port()
+    with answering_as_ours(export.manifest()) as server, peer("gloo", str(port)) as (_, listens):
+        assert listens == "listens"
+        outcome = sync_of(export, server, port).run(1, [0])  # raises WeightSyncHang if it is one
+    assert outcome.failed == (0,)
+    assert outcome.learner_fault is None
+    assert outcome.reports[0].num_bytes == 2 * BUCKET_BYTES
+    assert "lost while weights were sent" in str(outcome.reports[0].error)
+
+
+@pytest.mark.parametrize("dtype", ["no_such_dtype", "nn", "quint8"])
+def test_a_dtype_that_no_tensor_can_have_is_the_servers_fault(dtype: str) -> None:
+    export = WeightExport(torch.nn.Linear(2, 2))
+    weight, bias = export.manifest()
+    nonsense = (weight, protocol.TensorSpec(bias.name, bias.shape, dtype))
+    with answering_as_ours(nonsense) as server:
+        outcome = sync_of(export, server, free_port()).run(1, [0])
+    assert outcome.failed == (0,)
+    assert outcome.learner_fault is None
+    assert f"bias: learner float32 server {dtype}" in str(outcome.reports[0].error)
+
+
+class NoMemory(torch.Tensor):
+    """What a copy to another device raises there."""
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    to = cpu  # type: ignore[assignment]
+
+
+def test_a_copy_that_the_learner_cannot_make_is_not_the_servers_fault() -> None:
+    flat = torch.zeros(4, dtype=torch.uint8).as_subclass(NoMemory)
+    ours, stock = GlooTransport(), StockTransport(CPU)
+    ours._group = stock._communicator = object()  # type: ignore[assignment]
+    for transport in (ours, stock):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            transport.send(flat, Deadline(5.0))  # type: ignore[attr-defined]
+
+
+def kept(port: str) -> tuple[StockTransport, TCPStore]:
+    """A stock transport after a round, its store's client connected to a real master."""
+    timeout = timedelta(seconds=300)
+    store = TCPStore(
+        "127.0.0.1", int(port), 2, False, timeout=timeout, wait_for_workers=False, use_libuv=False
+    )
+    transport = StockTransport(CPU)
+    transport._communicator = SimpleNamespace(
+        rank=1,
+        broadcast=lambda flat, src, timeout_s: None,
+        # vLLM's barrier begins so: its own timeout does not bound it
+        group=SimpleNamespace(store=store, barrier=lambda timeout_s: store.get("barrier_id")),
+    )
+    return transport, store
+
+
+def test_a_stock_server_that_never_comes_to_the_barrier_ends_the_wait_for_its_key() -> None:
+    with peer("stock") as (_, port):
+        transport, store = kept(port)
+        with pytest.raises(ServerFault, match="lost while weights were sent"):
+            transport.send(torch.zeros(4, dtype=torch.uint8), Deadline(0.5))
+        assert store.timeout <= timedelta(seconds=0.5)
+
+
+def test_a_frozen_stock_server_keeps_no_push_although_its_store_never_answers() -> None:
+    with peer("stock") as (process, port):
+        transport, _ = kept(port)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ServerFault, match="barrier did not end within"):
+            transport.send(torch.zeros(4, dtype=torch.uint8), Deadline(0.5))
+
+
+def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> None:
+    sync = sync_of(WeightExport(torch.nn.Linear(2, 2)), FakeRolloutServer(), 10)
+    with peer("stock") as (process, port):
+        transport, _ = kept(port)
+        sync._transports[0] = transport
+        assert sync.lost_servers() == ()
+        process.send_signal(signal.SIGSTOP)
+        assert sync.lost_servers() == ()
+        question = transport._question
+        assert sync.lost_servers() == ()
+        assert question is not None
+        assert transport._question is question, "a silent store is asked once"
+        process.kill()
+        process.wait(KILLED_BY_S)
+        assert question.ended_within(KILLED_BY_S)
+        assert sync.lost_servers() == (0,)
+        assert sync.lost_servers() == (0,)
+    assert not GlooTransport().is_lost()
+
+
+@pytest.fixture
+def communicators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every communicator that a stock transport makes, without vLLM; ``store`` answers unless a test breaks it."""
+    made: list[Any] = []
+
+    def make(group: Any, timeout_s: float) -> Any:
+        made.append(SimpleNamespace(group=SimpleNamespace(store=SimpleNamespace(check=lambda keys: False))))
+        return made[-1]
+
+    utils: Any = types.ModuleType("vllm.distributed.utils")
+    utils.StatelessProcessGroup = types.SimpleNamespace(create=lambda **_: object())
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    for package in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setattr(weight_transport, "GlooCommunicator", make)
+    return made
+
+
+def _raise(keys: Any) -> bool:
+    raise RuntimeError("Connection reset by peer")
+
+
+def test_a_round_over_a_group_that_lost_its_server_connects_anew(
+    communicators: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_transport, "_IS_LOST_TIMEOUT_S", 0.2)
+    transport = StockTransport(CPU)
+    never = threading.Event()
+    with (
+        FakeRolloutServer(on_get=lambda call: Answer(body=b'{"world_size": 1}')) as server,
+        ServerSession(server.url) as session,
+    ):
+        for store_check, expected in (
+            (None, 1),  # the first round
+            (None, 1),  # its group still answers
+            (_raise, 2),
+            (lambda keys: never.wait(KILLED_BY_S), 3),  # silent: whatever holds the store would hold the push
+        ):
+            if store_check is not None:
+                communicators[-1].group.store.check = store_check
+            transport.open(session, 51216, Deadline(5.0))
+            assert len(communicators) == expected
+        joins = [call.path for call in server.calls if call.path == protocol.INIT_COMMUNICATOR]
+        closes = [call.path for call in server.calls if call.path == protocol.CLOSE_COMMUNICATOR]
+        assert (len(joins), len(closes)) == (3, 3)
+        transport.close()
+    never.set()

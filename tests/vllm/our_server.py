@@ -1,0 +1,93 @@
+"""Our server on ms-swift's vLLM engine, for the tests of this folder: as a process, and inside the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from live_server import CALL_TIMEOUT_S, RunningServer
+from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
+
+from swift_stage2 import rollout_protocol
+from swift_stage2.http_listener import bind
+from swift_stage2.rollout_server.app import RolloutServer
+from swift_stage2.rollout_server.command_line import parse_command
+from swift_stage2.rollout_server.service import RolloutService
+
+
+def our_arguments(port: int, model: Path = MODEL) -> list[str]:
+    """The stock server's, without the plugin that only stock needs on a CPU."""
+    return [
+        "--engine", "vllm", "--model", str(model), "--model_type", "stage2_tiny_vl",
+        "--template", "stage2_tiny_vl", "--external_plugins", str(TEMPLATE),
+        "--host", "127.0.0.1", "--port", str(port), "--torch_dtype", "float32",
+        "--vllm_enforce_eager", "true", "--vllm_max_model_len", "1024",
+    ]  # fmt: skip
+
+
+def start_ours(directory: Path, port: int, extra: Sequence[str] = ()) -> ServerProcess:
+    """Starts it as a process and returns at once; see ``wait_until_healthy``."""
+    arguments = ["-m", "swift_stage2", "rollout", *our_arguments(port), *extra]
+    return start(directory, f"http://127.0.0.1:{port}", arguments)
+
+
+def wait_until_healthy(server: ServerProcess) -> None:
+    """The port answers from the start, and says 503 until the model is loaded."""
+    end = time.monotonic() + START_S
+    seen: set[int] = set()
+    while 200 not in seen:
+        assert server.process.poll() is None, server.log.read_text(errors="replace")[-3000:]
+        assert time.monotonic() < end, server.log.read_text(errors="replace")[-3000:]
+        with contextlib.suppress(httpx.TransportError):
+            health = f"{server.base_url}{rollout_protocol.HEALTH}"
+            seen.add(httpx.get(health, trust_env=False, timeout=5.0).status_code)
+        time.sleep(0.2)  # bounded polling of another process's start
+    assert seen == {200, 503}
+
+
+@contextmanager
+def engine_here() -> Iterator[RunningServer]:
+    """The engine's frontend and the routes in threads of this process; vLLM's own processes below it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in ENVIRONMENT.items():
+            patch.setenv(name, text)
+        others = set(psutil.Process().children(recursive=True))  # of a server that other tests share
+        engine = parse_command(our_arguments(0)).start_engine()
+        try:
+            assert engine.wait_loaded(START_S)
+            assert engine.status().state == "ready", engine.status().detail
+            with _routes(engine) as server:
+                yield server
+        finally:
+            children = set(psutil.Process().children(recursive=True)) - others
+            engine.close(timeout_s=20.0)
+            _, left = psutil.wait_procs([each for each in children if is_vllm(each)], timeout=10.0)
+            assert not left
+
+
+@contextmanager
+def _routes(engine: object) -> Iterator[RunningServer]:
+    service = RolloutService(engine)  # type: ignore[arg-type]
+    listener = bind("127.0.0.1", 0)
+    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    uvicorn_server = RolloutServer(service, api_key=None)
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
+        yield RunningServer(engine, service, http, base_url)
+    uvicorn_server.should_exit = True
+    thread.join(15.0)
+    assert not thread.is_alive()
+
+
+def is_vllm(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "VLLM::" in " ".join(process.cmdline())
+    return False

@@ -1,0 +1,118 @@
+"""The merger in front of the unmodified server: the records are the server's own, the stamped seeds are true."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from live_merger import LiveMerger, live_merger
+from live_server import image_request, text_request
+from stock_server import ServerProcess
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.rollout_protocol import Completion, parse_infer_reply
+
+_CALL_S = 120.0
+SAMPLED = {"max_tokens": 24, "temperature": 1.0, "return_details": True}
+REQUESTS = [
+    image_request(200),
+    text_request("find"),
+    image_request(90),
+    image_request(20, "all"),
+    text_request(),
+]
+
+
+@pytest.fixture
+def merger(stock: ServerProcess) -> Iterator[LiveMerger]:
+    with live_merger(stock.base_url, timeout_s=_CALL_S) as merger:
+        yield merger
+
+
+def post(url: str, requests: list[dict[str, Any]], **config: Any) -> httpx.Response:
+    body = {"infer_requests": requests, "request_config": {**SAMPLED, **config}}
+    return httpx.post(url + protocol.INFER, json=body, timeout=_CALL_S, trust_env=False)
+
+
+def completions(reply: httpx.Response, num_requests: int) -> list[Completion]:
+    assert reply.status_code == 200, reply.text
+    return list(parse_infer_reply(reply.json(), num_requests))
+
+
+def said(completion: Completion) -> tuple[Any, ...]:
+    return (
+        completion.prompt_token_ids,
+        completion.images_size,
+        completion.token_ids,
+        completion.finish_reason,
+    )
+
+
+def while_busy(
+    merger: LiveMerger, threads: ThreadPoolExecutor, parts: list[tuple[list[dict[str, Any]], int]]
+) -> list[httpx.Response]:
+    """Posts the parts, in order, while the server is busy with a call of another kind, so that they are merged."""
+    before = merger.dispatcher.health()["num_posts"]
+    busy = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, temperature=1.5, seed=3)
+    merger.wait_until(lambda state: state["running"] is not None)
+    futures = []
+    for number, (requests, seed) in enumerate(parts):
+        futures.append(threads.submit(post, merger.url, requests, seed=seed))
+        merger.wait_until_queued(number + 1)
+    replies = [future.result(_CALL_S) for future in futures]
+    assert busy.result(_CALL_S).status_code == 200
+    assert merger.dispatcher.health()["num_posts"] - before >= 2
+    return replies
+
+
+def test_merged_records_are_those_of_one_direct_post_and_of_every_request_alone(
+    stock: ServerProcess, merger: LiveMerger
+) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        first, second = while_busy(merger, threads, [(REQUESTS[:2], 1000), (REQUESTS[2:], 77_000)])
+    merged = completions(first, 2) + completions(second, 3)
+    assert merger.dispatcher.health()["num_posts"] == 2
+    assert [completion.seed for completion in merged] == [1000, 1001, 1002, 1003, 1004]
+    direct = completions(post(stock.base_url, REQUESTS, seed=1000), 5)
+    assert [said(completion) for completion in merged] == [said(completion) for completion in direct]
+    for request, completion in zip(REQUESTS, merged, strict=True):
+        assert completion.seed is not None
+        (alone,) = completions(post(stock.base_url, [request], seed=completion.seed), 1)
+        assert said(alone) == said(completion)
+    items = first.json()
+    assert {key for item in items for key in item} == set(
+        post(stock.base_url, REQUESTS[:1], seed=1).json()[0]
+    )
+
+
+def test_a_picture_that_the_server_refuses_fails_its_own_caller_only(merger: LiveMerger) -> None:
+    broken = image_request()
+    broken["images"] = [base64.b64encode(b"no picture").decode()]
+    with ThreadPoolExecutor(4) as threads:
+        good, bad = while_busy(merger, threads, [(REQUESTS[:2], 1000), ([broken, *REQUESTS[2:]], 2000)])
+    assert [completion.seed for completion in completions(good, 2)] == [1000, 1001]
+    assert bad.status_code == 500
+
+
+def test_control_calls_pass_in_their_turn(stock: ServerProcess, merger: LiveMerger) -> None:
+    assert merger.get(protocol.SERVER_INFO).status_code == 404
+    assert merger.get(protocol.WORLD_SIZE).json() == {"world_size": 1}
+    with ThreadPoolExecutor(1) as threads:
+        long_call = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, seed=5)
+        merger.wait_until(lambda state: state["running"] is not None)
+        reset = merger.post(protocol.RESET_PREFIX_CACHE, {})
+        assert long_call.done() or long_call.result(1.0).status_code == 200
+        assert protocol.parse_cache_reset(reset.json())
+
+
+def test_health_answers_at_once_while_the_server_computes(merger: LiveMerger) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        long_call = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, seed=5)
+        merger.wait_until(lambda state: state["running"] is not None)
+        body = merger.get(protocol.HEALTH).json()
+        assert body["running"] == {"path": protocol.INFER, "num_requests": 32}
+        assert long_call.result(_CALL_S).status_code == 200

@@ -1,0 +1,240 @@
+"""The learner's sync round against the unmodified ``swift rollout``: what is proven, caught and survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from live_server import free_port, load_learner
+from stock_server import ServerProcess
+from test_weight_sync import GenerateCanary
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.collectives import SingleRank
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import StockTransport
+
+_CPU = torch.device("cpu")
+
+
+class Learner:
+    """A module, its canary and its rounds; the canary's answer is Hugging Face's own ``generate``."""
+
+    def __init__(self, server: ServerProcess, *, seed: int = 1, transport: Any = StockTransport) -> None:
+        self.server = server
+        self.module = load_learner(seed=seed)
+        self.canary = GenerateCanary(self.module)
+        self.group_port = free_port()
+        self.sync = WeightSync(
+            [ServerEndpoint(server.base_url, self.group_port)],
+            control=SingleRank(),
+            export=WeightExport(self.module),
+            canary=self.canary,
+            make_transport=lambda info: transport(_CPU),
+            run_id="run",
+            timeout_s=60.0,
+            bucket_mib=1,
+        )
+        self._versions = count(1)
+
+    def round(self) -> RoundOutcome:
+        return self.sync.run(next(self._versions), [0])
+
+    def train_a_little(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+    def servers_answer(self) -> tuple[int, ...]:
+        body = {"infer_requests": [self.canary.request], "request_config": self.canary.config}
+        reply = httpx.post(f"{self.server.base_url}/infer/", json=body, trust_env=False, timeout=60)
+        assert reply.status_code == 200, reply.text
+        (completion,) = protocol.parse_infer_reply(reply.json(), 1)
+        return completion.token_ids
+
+
+@pytest.fixture
+def learner(stock: ServerProcess) -> Iterator[Learner]:
+    built = Learner(stock)
+    yield built
+    built.sync.close()
+
+
+def test_after_each_round_the_servers_greedy_answer_is_the_learners(learner: Learner) -> None:
+    answers = []
+    for _ in range(3):
+        outcome = learner.round()
+        assert outcome.proven == (0,), outcome.reports[0].error
+        assert outcome.reports[0].proof == "canary"
+        assert outcome.reports[0].num_bytes == sum(
+            parameter.numel() * parameter.element_size() for parameter in learner.module.parameters()
+        )
+        assert learner.canary.agrees(learner.servers_answer())
+        answers.append(learner.servers_answer())
+        learner.train_a_little()
+    assert len(set(answers)) > 1  # the rounds really moved something
+
+
+def test_a_learner_finds_the_communicator_of_one_that_was_killed(
+    stock: ServerProcess, tmp_path: Path
+) -> None:
+    """A stock worker keeps its first communicator and says nothing: without an ordered close the next join hangs."""
+    killed = subprocess.run(
+        [sys.executable, __file__, stock.base_url],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert "proven (0,)" in killed.stdout
+    learner = Learner(stock, seed=2)
+    outcome = learner.round()
+    learner.sync.close()
+    assert outcome.proven == (0,), outcome.reports[0].error
+
+
+class _SendsZeros(StockTransport):
+    """Announces every bucket honestly and sends zeros: what a broken transport would deliver."""
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        super().send(torch.zeros_like(flat), deadline)
+
+
+class _SendsTheFirstRoundAgain(StockTransport):
+    """What a learner that exports a stale copy would send."""
+
+    sent: list[torch.Tensor]
+    again = False
+
+    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+        super().open(session, port, deadline)
+        self.sent = self.sent[:] if self.again else []
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        if not self.again:
+            self.sent.append(flat.clone())
+        super().send(self.sent.pop(0) if self.again else flat, deadline)
+
+
+def test_the_canary_catches_weights_that_did_not_move(stock: ServerProcess) -> None:
+    learner = Learner(stock, transport=_SendsTheFirstRoundAgain)
+    assert learner.round().proven == (0,)
+    transport = learner.sync._transports[0]
+    assert isinstance(transport, _SendsTheFirstRoundAgain)
+    transport.again = True
+    learner.train_a_little()
+    outcome = learner.round()
+    learner.sync.close()
+    assert outcome.failed == (0,)
+    assert "canary" in str(outcome.reports[0].error)
+
+
+def test_the_canary_catches_weights_that_are_grossly_wrong(stock: ServerProcess) -> None:
+    learner = Learner(stock, transport=_SendsZeros)
+    outcome = learner.round()
+    learner.sync.close()
+    assert outcome.failed == (0,)
+    assert "canary" in str(outcome.reports[0].error)
+
+
+def test_the_canary_does_not_see_what_changes_no_answer(stock: ServerProcess) -> None:
+    """The limit of the proof on a stock server, as the documentation says it; our server's checksums see it."""
+    learner = Learner(stock)
+    assert learner.round().proven == (0,)
+    before = learner.servers_answer()
+    learner.sync._make_transport = lambda info: _FlipsOneElement(_CPU)
+    learner.sync.distrust([0])
+    outcome = learner.round()
+    learner.sync.close()
+    assert outcome.proven == (0,)
+    assert learner.servers_answer() == before
+
+
+class _FlipsOneElement(StockTransport):
+    """The lowest bit of one element, 1e-7 of its value."""
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        damaged = flat.clone()
+        damaged[0] ^= 1
+        super().send(damaged, deadline)
+
+
+def test_a_server_that_dies_in_the_middle_of_a_push_is_its_own_fault(tmp_path: Path) -> None:
+    from stock_server import start_stock
+
+    server = start_stock(tmp_path, free_port())
+    try:
+        server.wait_until_it_answers()
+        worker = server.named("VLLM::Worker")
+
+        class KillsTheWorker(StockTransport):
+            num_sent = 0
+
+            def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+                if self.num_sent == 2:
+                    worker.kill()
+                    worker.wait(timeout=20)
+                self.num_sent += 1
+                super().send(flat, deadline)
+
+        learner = Learner(server, transport=KillsTheWorker)
+        outcome = learner.round()
+        assert outcome.failed == (0,)
+        assert outcome.learner_fault is None
+        assert outcome.hung is None
+        learner.sync.close()
+    finally:
+        server.end()
+
+
+def test_a_server_that_dies_between_two_rounds_is_lost_without_being_asked(tmp_path: Path) -> None:
+    from stock_server import start_stock
+
+    server = start_stock(tmp_path, free_port())
+    try:
+        server.wait_until_it_answers()
+        learner = Learner(server)
+        outcome = learner.round()
+        assert outcome.proven == (0,), outcome.reports[0].error
+        assert learner.sync.lost_servers() == ()
+        worker = server.named("VLLM::Worker")
+        worker.suspend()
+        assert learner.sync.lost_servers() == ()  # silent; rollouts will tell
+        worker.resume()
+        transport = learner.sync._transports[0]
+        assert isinstance(transport, StockTransport)
+        question = transport._question
+        assert question is not None
+        assert question.ended_within(20)
+        assert learner.sync.lost_servers() == ()
+        worker.kill()
+        worker.wait(timeout=20)
+        assert learner.sync.lost_servers() == (0,)
+        learner.sync.close()
+    finally:
+        server.end()
+
+
+def _one_round_and_no_goodbye(base_url: str) -> None:
+    """What a killed learner leaves on the server."""
+    server = ServerProcess(base_url, subprocess.Popen(["true"]), Path(os.devnull))
+    learner = Learner(server)
+    print("proven", learner.round().proven, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _one_round_and_no_goodbye(sys.argv[1])

@@ -1,0 +1,311 @@
+"""Our server on vLLM, model and images real: who shares the engine, what fails alone, what a round proves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from live_server import LearnerRound, RunningServer, image_request, load_learner, picture, text_request
+from our_server import engine_here
+from test_infer import hugging_face_answer
+from test_weight_sync import Learner
+
+from swift_stage2 import rollout_protocol
+from swift_stage2.errors import RoundFailed
+from swift_stage2.rollout_protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
+from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
+from swift_stage2.weight_transport import GlooTransport
+
+DEADLINE_S = 30.0
+# At this temperature the tiny model never ends its turn before the limit.
+ENDLESS = {"temperature": 2.0, "seed": 3, "max_tokens": 900}
+
+
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[RunningServer]:
+    with engine_here() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server; a round that a test left open, or weights it left unproven, are cleared up."""
+    yield running_server
+    running_server.engine.install_fault = InstallFault.NONE
+    running_server.engine.abort()
+    if running_server.state() != "serving":
+        LearnerRound(running_server, load_learner()).run()
+
+
+@pytest.fixture
+def learner(server: RunningServer) -> Iterator[Learner]:
+    built = Learner(server)
+    yield built
+    built.sync.close()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)  # bounded polling of a state
+
+
+def health(server: RunningServer) -> dict[str, Any]:
+    reply = server.http.get(rollout_protocol.HEALTH)
+    assert reply.status_code == 200
+    return dict(reply.json())
+
+
+def train_a_little(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+# --- requests -----------------------------------------------------------------------------------
+def test_the_manifest_is_the_checkpoints_own_and_tied_weights_are_in_it_once(server: RunningServer) -> None:
+    learner = load_learner()
+    info = server.http.get(rollout_protocol.SERVER_INFO).json()
+    assert info["engine"] == "vllm"
+    told = {spec["name"]: (tuple(spec["shape"]), spec["dtype"]) for spec in info["manifest"]}
+    assert told == {name: (tuple(p.shape), "float32") for name, p in learner.named_parameters()}
+    assert server.http.get(rollout_protocol.STATE_KEYS).json() == {"keys": list(told)}
+
+
+def test_calls_of_several_callers_are_in_the_running_batch_together(server: RunningServer) -> None:
+    calls = [[text_request(f"{caller} {i}") for i in range(16)] for caller in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        replies = [pool.submit(server.infer, call, **ENDLESS) for call in calls]
+        wait_for(lambda: health(server)["num_running"] == 64)
+        assert server.http.post(rollout_protocol.INFER, json={}).status_code == 422  # and others are heard
+        assert server.engine.abort() == 64
+        answers = [reply.result(DEADLINE_S) for reply in replies]
+    assert {len(answer) for answer in answers} == {16}
+    assert health(server)["num_running"] == 0
+
+
+def test_a_request_answered_among_others_says_what_it_says_alone(server: RunningServer) -> None:
+    requests = [image_request(shade) for shade in (30, 90, 150, 210)]
+    alone = [server.infer([request])[0].token_ids for request in requests]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(server.infer, [request, text_request()]) for request in requests]
+        assert [call.result(DEADLINE_S)[0].token_ids for call in calls] == alone
+
+
+BROKEN_IMAGE = {"messages": [{"role": "user", "content": "<image>find"}], "images": ["bm90IGFuIGltYWdl"]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (BROKEN_IMAGE, "base64 of an image file"),
+        (text_request("word " * 400), "max_model_len"),  # fits the template, not the engine
+        (text_request("word " * 2000), "max_length"),
+    ],
+    ids=["broken image", "too long for vLLM", "too long for the template"],
+)
+def test_one_bad_request_fails_alone_with_its_index(
+    server: RunningServer, bad: dict[str, Any], cause: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(server.infer, [image_request(i) for i in range(4)], max_tokens=200)
+        reply = server.post_infer([text_request(), bad, text_request()])
+        assert reply.status_code == 500
+        (failure,) = reply.json()["failures"]
+        assert failure["index"] == 1
+        assert cause in failure["cause"]
+        assert len(neighbour.result(DEADLINE_S)) == 4
+    assert health(server)["status"] == "ok"
+
+
+def test_the_ith_request_of_a_call_draws_with_the_seed_plus_i(server: RunningServer) -> None:
+    drawn = {"temperature": 1.0, "max_tokens": 16}
+    called = server.infer([text_request()] * 3, seed=40, **drawn)
+    single = [server.infer([text_request()], seed=40 + i, **drawn)[0] for i in range(3)]
+    assert [c.token_ids for c in called] == [c.token_ids for c in single]
+    assert len({c.token_ids for c in called}) > 1
+
+
+def test_abort_ends_what_is_in_flight_with_the_tokens_so_far_and_spares_the_protected(
+    server: RunningServer, learner: Learner
+) -> None:
+    version = learner.round().version
+    call = AbortRequest("run-1", version).to_json()
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.submit(server.infer, [text_request("a"), image_request()], **ENDLESS)
+        spared = pool.submit(server.infer, [protect_from_abort(text_request("b"))], **ENDLESS)
+        wait_for(lambda: health(server)["num_running"] == 3)
+        assert server.post(rollout_protocol.ABORT, call | {"version": version + 1}).json() == {"aborted": 0}
+        assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 2}
+        aborted: list[Completion] = ended.result(DEADLINE_S)
+        (whole,) = spared.result(DEADLINE_S)
+    assert [c.finish_reason for c in aborted] == ["abort", "abort"]
+    assert all(len(c.token_ids) < 900 and c.prompt_token_ids for c in aborted)
+    assert {c.weight_version for c in aborted} == {version}
+    assert whole.finish_reason != "abort"
+
+
+# --- weights ------------------------------------------------------------------------------------
+def test_after_each_round_the_same_image_is_answered_with_the_new_weights(
+    server: RunningServer, learner: Learner
+) -> None:
+    """The image and the prompt are the same every time: a cache that outlived a round would answer."""
+    answers = []
+    for _ in range(3):
+        outcome = learner.round()
+        assert outcome.proven == (0,), outcome.reports[0].error
+        assert outcome.reports[0].proof == "checksums+canary"
+        completion, text = server.infer([learner.canary.request, text_request()], max_tokens=12)
+        assert learner.canary.agrees(completion.token_ids)
+        assert list(text.token_ids) == hugging_face_answer(learner.module, text.prompt_token_ids, 12)
+        assert {completion.weight_version, text.weight_version} == {outcome.version}
+        answers.append(completion.token_ids)
+        train_a_little(learner.module)
+    assert len(set(answers)) > 1  # the rounds really moved something
+
+
+def test_a_proof_names_every_tensor_as_resident_also_those_that_vllm_fuses(server: RunningServer) -> None:
+    learner = load_learner(seed=5)
+    proof = LearnerRound(server, learner).run()
+    names = {name for name, _ in learner.named_parameters()}
+    assert any(".q_proj." in name for name in names)
+    assert any(".gate_proj." in name for name in names)
+    assert set(proof.arrived) == set(proof.resident) == set(proof.loaded) == names
+    assert proof.resident == proof.arrived
+    (answer,) = server.infer([image_request(70)], max_tokens=12)
+    assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 12, picture(70))
+
+
+@pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
+def test_unchanged_and_wrong_weights_are_caught_by_checksums(
+    server: RunningServer, learner: Learner, fault: InstallFault
+) -> None:
+    assert learner.round().proven == (0,)
+    with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
+        for parameter in learner.module.parameters():
+            parameter.view(-1)[0] += 1e-6
+    server.engine.install_fault = fault
+    outcome = learner.round()
+    assert outcome.failed == (0,)
+    assert "resident checksum" in str(outcome.reports[0].error) or "canary" in str(outcome.reports[0].error)
+    assert server.post_infer([text_request()]).status_code == 409  # and the server itself refuses too
+    server.engine.install_fault = InstallFault.NONE
+    assert learner.round().proven == (0,)
+
+
+class _DyingTransport(GlooTransport):
+    """Loses the connection after the first bucket."""
+
+    num_sent = 0
+
+    def send(self, flat: torch.Tensor, deadline: Any) -> None:
+        if self.num_sent == 1:
+            self.close()
+        self.num_sent += 1
+        super().send(flat, deadline)
+
+
+def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
+    server: RunningServer, learner: Learner
+) -> None:
+    before = learner.round()
+    old = server.infer([learner.canary.request], max_tokens=12)
+    train_a_little(learner.module)
+    learner.sync._make_transport = lambda info: _DyingTransport()
+    cut = learner.round()
+    assert cut.failed == (0,)
+    given_up = server.post(rollout_protocol.FINISH_ROUND, {"round_id": cut.round_id, "commit": False})
+    assert given_up.json()["state"] == "serving"
+    again = server.infer([learner.canary.request], max_tokens=12)
+    assert [c.token_ids for c in again] == [c.token_ids for c in old]
+    assert again[0].weight_version == before.version
+    learner.sync._make_transport = lambda info: GlooTransport()
+    assert learner.round().proven == (0,)  # and the next round repairs everything
+
+
+def test_an_error_of_vllms_own_loader_is_in_the_answer(server: RunningServer) -> None:
+    weights = {"no.such.tensor": torch.zeros(3)}
+    with pytest.raises(RoundFailed, match="no module or parameter named 'no'") as caught:
+        server.engine.install(weights, WeightStamp(7, "run-1"), 30.0)
+    assert caught.value.torn
+    some = {name: p.detach() for name, p in list(load_learner().named_parameters())[:3]}
+    with pytest.raises(RoundFailed, match="every parameter of the engine"):
+        server.engine.install(some, WeightStamp(7, "run-1"), 30.0)
+    LearnerRound(server, load_learner()).run()
+
+
+def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
+    weights = {name: p.detach() for name, p in load_learner(seed=9).named_parameters()}
+    stamp = server.engine.stamp
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.infer, [text_request()], **ENDLESS)
+        wait_for(lambda: health(server)["num_running"] == 1)
+        with pytest.raises(RoundFailed, match="did not end within") as caught:
+            server.engine.install(weights, WeightStamp(8, "run-1"), 0.2)
+        assert not caught.value.torn
+        (old,) = running.result(DEADLINE_S)
+    assert old.weight_version == stamp.version
+    assert old.finish_reason != "abort"
+    assert server.engine.stamp == stamp
+
+
+def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
+    """Requests come all the time; each answer must be the one of the version it is stamped with."""
+    modules = {version: load_learner(seed=version) for version in (21, 22, 23)}
+    answers: list[Completion] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            tickets = server.engine.submit(
+                [_greedy(request) for request in (text_request(), image_request(70))]
+            )
+            answers.extend(ticket.future.result(DEADLINE_S) for ticket in tickets)
+
+    with ThreadPoolExecutor(2) as pool:
+        askers = [pool.submit(ask) for _ in range(2)]
+        try:
+            for version, module in modules.items():
+                weights = {name: p.detach() for name, p in module.named_parameters()}
+                server.engine.install(weights, WeightStamp(version, "run-1"), DEADLINE_S)
+                seen = len(answers)
+                wait_for(lambda: len(answers) > seen + 4)  # noqa: B023
+        finally:
+            stop.set()
+        for asker in askers:
+            asker.result(DEADLINE_S)
+    stamped = [c for c in answers if c.weight_version in modules]
+    assert {c.weight_version for c in stamped} == set(modules)
+    expected: dict[Any, list[int]] = {}
+    for c in stamped:
+        key = (c.weight_version, c.prompt_token_ids)
+        if key not in expected:
+            image = picture(70) if c.images_size else None
+            expected[key] = hugging_face_answer(
+                modules[int(c.weight_version or 0)], c.prompt_token_ids, 8, image
+            )
+        assert list(c.token_ids) == expected[key]
+
+
+def _greedy(request: dict[str, Any]) -> Any:
+    from swift_stage2.rollout_server.infer_wire import InferCall
+
+    body = {"infer_requests": [request], "request_config": {"max_tokens": 8, "temperature": 0.0}}
+    (wanted,) = InferCall(body).valid_requests()
+    return wanted
+
+
+def test_each_cache_reset_says_that_it_succeeded(server: RunningServer) -> None:
+    server.infer([image_request()])
+    for path in (
+        rollout_protocol.RESET_PREFIX_CACHE,
+        rollout_protocol.RESET_ENCODER_CACHE,
+        rollout_protocol.RESET_MM_CACHE,
+    ):
+        assert parse_cache_reset(server.post(path).json()) is True

@@ -1,0 +1,128 @@
+"""DeepSpeed on two real CPU ranks: ZeRO-2 and ZeRO-3, full and LoRA, with a real server and proven rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrun_job import ENVIRONMENT, LearnerRun, Server, free_port, run_learner, start_server, write_config
+
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+
+pytest.importorskip("deepspeed")
+
+_PROGRAM = Path(__file__).with_name("two_rank_zero3.py")
+_NOTHING = hashlib.sha256(b"").hexdigest()[:16]  # a partitioned tensor that was not gathered
+_NUM_STEPS = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """DeepSpeed compiles an operator; a build that was killed leaves a lock that later ones wait for, for ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
+
+
+@pytest.fixture(scope="module")
+def half_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Holds the learner's own dtype, so that the canary counts beside the checksums."""
+    started = start_server(tmp_path_factory.mktemp("server"), torch_dtype="bfloat16")
+    yield started
+    started.kill()
+
+
+@pytest.fixture(
+    scope="module", params=[(stage, tuner) for stage in ("zero2", "zero3") for tuner in ("full", "lora")],
+    ids="-".join,
+)  # fmt: skip
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows: Path, half_server: Server
+) -> LearnerRun:
+    stage, tuner = request.param
+    directory = tmp_path_factory.mktemp("runs") / f"{stage}-{tuner}"
+    swift = {
+        "max_steps": _NUM_STEPS,
+        "tuner_type": tuner,
+        "learning_rate": {"full": 1e-4, "lora": 1e-2}[tuner],
+        "torch_dtype": "bfloat16",
+        "bf16": True,
+        "deepspeed": stage,
+    }
+    config = write_config(directory, rows, half_server, b_ratio=0.5, swift=swift)
+    run = run_learner(config, directory, ranks=2)
+    assert run.status == 0, run.output[-3000:]
+    return run
+
+
+def test_both_channels_train_every_round_is_proven_and_ranks_end_alike(run: LearnerRun) -> None:
+    plans = [[(step["channel"], step["version"]) for step in run.audit(rank, "step")] for rank in (0, 1)]
+    assert plans[0] == plans[1]
+    assert len(plans[0]) == _NUM_STEPS
+    assert {channel for channel, _ in plans[0]} == {"A", "B"}
+    rounds = run.audit(0, "round")
+    assert len(rounds) >= 2
+    reports = [report for record in rounds for report in record["servers"].values()]
+    assert [(report["proof"], report["error"]) for report in reports] == [("checksums+canary", None)] * len(
+        rounds
+    )
+    weights = [[r["weights"] for r in run.recorded(rank) if "weights" in r] for rank in (0, 1)]
+    assert len(weights[0]) == 1
+    assert weights[0] == weights[1]
+    assert _NOTHING not in weights[0][0].values()
+
+
+@pytest.fixture(scope="module")
+def exports() -> list[dict[str, Any]]:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(_PROGRAM)],
+            env=os.environ
+            | ENVIRONMENT
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+    assert [rank.returncode for rank in ranks] == [0, 0], [error[-1500:] for _, error in outputs]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def test_partitioned_weights_leave_whole_and_merged_and_the_parts_stay(exports: list[dict[str, Any]]) -> None:
+    for result in exports:
+        assert result["partitioned"]
+        assert result["num_buckets"] == 3
+        assert result["announced_as_whole"]
+        assert result["parts_stay"]
+        assert result["still_partitioned"]
+    assert exports[0]["as_merged"]
+
+
+def test_a_gathered_bucket_that_is_not_finite_fails_on_rank_zero_and_frees_both(
+    exports: list[dict[str, Any]],
+) -> None:
+    assert "got a NaN or infinity in tensor=second.weight" in exports[0]["error"]
+    assert exports[1]["error"] is None
