@@ -1,7 +1,7 @@
 """Requests on their way through an engine, and the book that lets each end exactly once.
 
 A job may be ended by an encoder thread, the engine's thread, an abort or the shutdown; the book decides who was
-first. Called by the transformers engine.
+first. Called by the engines.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class JobBook:
 
     def finish(self, job: Job, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
-        if self._strike(job):
-            self.completions_made += 1
+        if self._strike(job, completed=True):
             job.future.set_result(completion)
 
     def fail(self, job: Job, error: Exception) -> None:
@@ -104,8 +103,9 @@ class JobBook:
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return not waiting
 
-    def _strike(self, job: Job) -> bool:
+    def _strike(self, job: Job, *, completed: bool = False) -> bool:
         with self._lock:
             was_open = job in self._open
             self._open.discard(job)
+            self.completions_made += was_open and completed
             return was_open

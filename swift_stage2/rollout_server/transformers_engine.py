@@ -29,6 +29,7 @@ from swift_stage2.rollout_server.engine import (
     Ticket,
     WeightStamp,
 )
+from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
 from swift_stage2.rollout_server.jobs import Job, JobBook
 from swift_stage2.weight_checksum import checksum_tensor
 
@@ -59,15 +60,13 @@ class TransformersRolloutEngine:
         self._queue: BatchQueue[Job] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
         self._book = JobBook()
-        self._state, self._detail = EngineState.LOADING, ""
         self._running: tuple[Job, ...] = ()
         self._batches_run = 0
         self._stamp = WeightStamp()
         self._manifest: tuple[TensorSpec, ...] = ()
-        self._loaded = threading.Event()
         self._generator: SwiftGenerator | None = None
-        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
-        self._thread.start()
+        self._life = EngineLife(self._run)
+        self._life.start()
 
     @property
     def stamp(self) -> WeightStamp:
@@ -75,12 +74,10 @@ class TransformersRolloutEngine:
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """True when the model is loaded, or could not be, within the time; see ``status``."""
-        return self._loaded.wait(timeout_s)
+        return self._life.wait_loaded(timeout_s)
 
     def status(self) -> EngineStatus:
-        state, detail = self._state, self._detail
-        if not self._thread.is_alive() and state in (EngineState.LOADING, EngineState.READY):
-            state, detail = EngineState.BROKEN, "the engine's thread has died"
+        state, detail = self._life.state
         num_open, num_running = len(self._book), len(self._running)
         return EngineStatus(
             state,
@@ -97,9 +94,7 @@ class TransformersRolloutEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Ticket]:
         """Encodes and queues. Raises EngineUnavailable unless the engine is ready."""
-        status = self.status()
-        if status.state is not EngineState.READY:
-            raise EngineUnavailable(f"the engine is {status.state}: {status.detail or 'ask again later'}")
+        require_ready(*self._life.state)
         self._queue.expect(len(requests))
         jobs = [Job(request) for request in requests]
         self._book.add(jobs)
@@ -142,7 +137,7 @@ class TransformersRolloutEngine:
         """Aborts what runs, drops what waits, ends the thread within the time. May be called again."""
         self._stop(EngineState.CLOSED, "the server is shutting down")
         self._encoders.shutdown(wait=False, cancel_futures=True)
-        self._thread.join(timeout_s)
+        self._life.join(timeout_s)
 
     # --- encoder threads ------------------------------------------------------------------------
     def _encode(self, job: Job) -> None:
@@ -171,15 +166,12 @@ class TransformersRolloutEngine:
                 TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
                 for name, tensor in self._generator.model.named_parameters()
             )
-            self._state = EngineState.READY
-            self._loaded.set()
+            self._life.become_ready()
             while (work := self._queue.take()) is not None:
                 self._do(work)
         except Exception as error:  # top of the thread
             _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
-        finally:
-            self._loaded.set()
 
     def _do(self, work: list[Job] | Task) -> None:
         if isinstance(work, Task):
@@ -260,8 +252,7 @@ class TransformersRolloutEngine:
         self._book.finish(job, job.completion(self._stamp, finish_reason="abort"))
 
     def _stop(self, state: EngineState, detail: str) -> None:
-        if self._state is not EngineState.BROKEN:
-            self._state, self._detail = state, detail
+        self._life.end(state, detail)
         for item in self._queue.close():
             if isinstance(item, Task):
                 item.future.cancel()

@@ -32,6 +32,7 @@ from swift_stage2.rollout_server.engine import (
     Ticket,
     WeightStamp,
 )
+from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
 from swift_stage2.rollout_server.jobs import Job, JobBook
 from swift_stage2.rollout_server.load_trace import Piece, resident_checksums
 from swift_stage2.rollout_server.shared_staging import SharedStaging
@@ -79,10 +80,8 @@ class VllmRolloutEngine:
         self.install_fault = install_fault
         self._build = build
         self._book = JobBook()
-        self._state, self._detail = EngineState.LOADING, ""
         self._stamp = WeightStamp()
         self._manifest: tuple[TensorSpec, ...] = ()
-        self._loaded = threading.Event()
         self._staging: SharedStaging | None = None
         self._abandoned: list[SharedStaging] = []  # a worker may still read them
         self._generator: VllmGenerator | None = None
@@ -90,8 +89,8 @@ class VllmRolloutEngine:
         self._door = _Door()
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
-        self._thread.start()
+        self._life = EngineLife(self._run)
+        self._life.start()
 
     @property
     def stamp(self) -> WeightStamp:
@@ -99,13 +98,11 @@ class VllmRolloutEngine:
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """True when the model is loaded, or could not be, within the time; see ``status``."""
-        return self._loaded.wait(timeout_s)
+        return self._life.wait_loaded(timeout_s)
 
     def status(self) -> EngineStatus:
         """``batches_run`` stays 0: vLLM has one batch, which requests enter and leave."""
-        state, detail = self._state, self._detail
-        if state in (EngineState.LOADING, EngineState.READY) and not self._thread.is_alive():
-            state, detail = EngineState.BROKEN, "the engine's thread has died"
+        state, detail = self._life.state
         generator = self._generator
         if state is EngineState.READY and generator is not None and generator.is_dead:
             state, detail = EngineState.BROKEN, _DEAD
@@ -129,8 +126,7 @@ class VllmRolloutEngine:
         Raises EngineUnavailable unless the engine is ready.
         """
         status = self.status()
-        if status.state is not EngineState.READY:
-            raise EngineUnavailable(f"the engine is {status.state}: {status.detail or 'ask again later'}")
+        require_ready(status.state, status.detail)
         jobs = [
             VllmJob(_with_own_seed(request, i), on_abort=self._tell_abort)
             for i, request in enumerate(requests)
@@ -177,7 +173,7 @@ class VllmRolloutEngine:
         """
         self._stop(EngineState.CLOSED, "the server is shutting down")
         self._closing = True
-        self._thread.join(timeout_s if self._loaded.is_set() else 0.0)
+        self._life.join(0.0 if self._life.is_loading else timeout_s)
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -190,7 +186,6 @@ class VllmRolloutEngine:
             _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
         finally:
-            self._loaded.set()
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -199,9 +194,7 @@ class VllmRolloutEngine:
         try:
             self._manifest = generator.manifest()
             self._staging = SharedStaging()
-            if self._state is EngineState.LOADING:
-                self._state = EngineState.READY
-            self._loaded.set()
+            self._life.become_ready()
             while not self._closing and not generator.is_dead:
                 await asyncio.sleep(_LIVENESS_POLL_S)
             if generator.is_dead:
@@ -352,8 +345,7 @@ class VllmRolloutEngine:
         self._book.finish(job, job.completion(self._stamp, finish_reason="abort"))
 
     def _stop(self, state: EngineState, detail: str) -> None:
-        if self._state is not EngineState.BROKEN:
-            self._state, self._detail = state, detail
+        self._life.end(state, detail)
         for job in self._book.open_jobs():
             if state is EngineState.BROKEN:
                 self._book.fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
