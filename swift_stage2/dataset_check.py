@@ -18,22 +18,36 @@ from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.errors import DatasetError, SampleError
 
 _SUFFIX = ".jsonl"
+_FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
 
 
 def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
     """Checks every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
 
-    Hub ids and other formats are ms-swift's own business.
+    Of a file in another format only that it is there: ms-swift would look for it on a hub. Hub ids are its business.
 
     Raises:
-        DatasetError: names file, line, problem and remedy.
+        DatasetError: names key, file, line, problem and remedy.
     """
     for argument in ("dataset", "val_dataset"):
         value = swift_arguments.get(argument) or ()
         for name in [value] if isinstance(value, str) else list(value):
             path = Path(str(name).split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
+            is_local = path.suffix in _FILE_SUFFIXES or str(name).startswith(("/", "./", "../"))
+            if is_local and not path.exists():
+                raise DatasetError(
+                    f"swift.{argument} must name files that exist, got {argument}={str(name)!r}; correct the path "
+                    f"(relative ones are read from the working directory, {Path.cwd()})"
+                )
             if path.suffix == _SUFFIX:
-                check_jsonl(path)
+                _check_named(argument, path)
+
+
+def _check_named(argument: str, path: Path) -> None:
+    try:
+        check_jsonl(path)
+    except DatasetError as error:
+        raise DatasetError(f"swift.{argument}: {error}") from error
 
 
 def check_jsonl(path: Path) -> None:

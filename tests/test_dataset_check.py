@@ -174,7 +174,7 @@ def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{")
     check_datasets({})
-    check_datasets({"dataset": [str(good), f"{good}#100", "org/hub-data", "data.csv"], "val_dataset": None})
+    check_datasets({"dataset": [str(good), f"{good}#100", "org/hub-data"], "val_dataset": None})
     for arguments in (
         {"dataset": [str(good), str(bad)]},
         {"dataset": f"{bad}#5"},
@@ -182,3 +182,24 @@ def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(
     ):
         with pytest.raises(DatasetError, match=r"bad\.jsonl:1"):
             check_datasets(arguments)
+
+
+@pytest.mark.parametrize("key", ["dataset", "val_dataset"])
+@pytest.mark.parametrize(
+    "name", ["absent.jsonl", "absent.jsonl#7", "absent.csv", "./absent", "/nowhere/rows"]
+)
+def test_a_missing_file_is_told_with_its_key_and_path(key: str, name: str) -> None:
+    with pytest.raises(DatasetError) as refused:
+        check_datasets({key: [name]})
+    assert str(refused.value).startswith(f"swift.{key} must name files that exist, got {key}={name!r}; ")
+
+
+def test_a_file_of_another_format_that_is_there_is_left_to_ms_swift(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("no JSON")
+    check_datasets({"dataset": str(tmp_path / "data.csv")})
+
+
+def test_a_bad_row_is_told_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(DatasetError, match=r"^swift\.val_dataset: .*bad\.jsonl:1: every line must be"):
+        check_datasets({"val_dataset": str(tmp_path / "bad.jsonl")})
