@@ -114,6 +114,8 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("control_timeout_s", 539, ["control_timeout_s=539", "300 + 240", "540 or more"]),
         ("rollout.servers", [], ["rollout.servers", "b_ratio=0.25", "b_ratio: 0"]),
         ("rollout.servers", [{"base_url": "127.0.0.1:8000"}], ["base_url='127.0.0.1:8000'", "http://"]),
+        ("rollout.servers", [{"base_url": "http://h"}], ["base_url='http://h'", "server's port", "port 80", ":8000"]),
+        ("rollout.servers", [{"base_url": "https://h:"}], ["base_url='https://h:'", "port 443"]),
         ("rollout.servers", [{"base_url": "http://h:8000/x"}], ["base_url", "scheme, host and port only"]),
         ("rollout.servers", [{"base_url": "http://h:99999"}], ["base_url='http://h:99999'"]),
         ("rollout.servers", [{"group_port": 5}], ["rollout.servers[0].base_url is required"]),
@@ -208,18 +210,36 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
 @pytest.mark.parametrize(
     ("path", "value", "wanted"),
     [
-        (f"{PREFETCH}.queue_limit", True, "an integer"),
+        (
+            f"{PREFETCH}.queue_limit",
+            True,
+            "an integer, got queue_limit=True; write for example queue_limit: 4",
+        ),
         (f"{PREFETCH}.queue_limit", 8.0, "an integer"),
         (f"{PREFETCH}.queue_limit", "8", "an integer"),
-        (f"{PREFETCH}.redraw_dropped", 1, "true or false"),
+        (
+            f"{PREFETCH}.redraw_dropped",
+            1,
+            "true or false, got redraw_dropped=1; write for example redraw_dropped: true",
+        ),
         ("stage2_ab.schedule.b_ratio", True, "a number"),
-        ("stage2_ab.schedule.b_ratio", "0.25", "a number"),
-        ("rollout.api_key_env", 7, "a text"),
-        ("rollout.servers", {"base_url": "http://h:1"}, "a list"),
-        ("rollout.servers", ["http://h:1"], "a mapping"),
-        ("rollout", None, "a mapping"),
-        ("swift", ["--model", "m"], "a mapping"),
-        ("launch.learner.devices", [0, "1"], "an integer"),
+        (
+            "stage2_ab.schedule.b_ratio",
+            "0.25",
+            "a number, got b_ratio='0.25'; write for example b_ratio: 0.5",
+        ),
+        ("rollout.api_key_env", 7, "a text, got api_key_env=7; write for example api_key_env: 'text'"),
+        ("rollout.servers", {"base_url": "http://h:1"}, "write for example servers: [{base_url: …}]"),
+        (
+            "rollout.servers",
+            ["http://h:1"],
+            "a mapping, got servers[0]='http://h:1'; write for example the entry {base_url: …}",
+        ),
+        ("rollout", None, "a mapping, got rollout=None; write for example rollout: {servers: …}"),
+        ("swift", ["--model", "m"], "write for example swift: {name: value}"),
+        ("launch.learner.devices", [0, "1"], "an integer, got devices[1]='1'; write for example the entry 4"),
+        ("launch.learner.devices", 0, "write for example devices: [4]"),
+        ("rollout.sync.on_pending", 3, "wait or abort, got on_pending=3; write for example on_pending: wait"),
         ("stage2_ab.starvation.action", "wran", "did you mean 'warn'"),
         ("stage2_ab.channel_b.target.dialect", "object_lst", "did you mean 'object_list'"),
     ],
@@ -245,6 +265,20 @@ def test_b_ratio_has_no_default(tmp_path: Path, missing: str) -> None:
         section = section[name]
     del section[key]
     assert f"{missing} is required" in refusal(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"control_timeout_s": 3}, {"launch": {"servers": [{"engine": "swift"}]}}],
+    ids=lambda it: next(iter(it)),
+)
+def test_missing_servers_are_told_before_what_follows_from_them(
+    tmp_path: Path, others: dict[str, Any]
+) -> None:
+    data = {key: value for key, value in BASE.items() if key != "rollout"} | others
+    message = refusal(tmp_path, data)
+    assert "rollout.servers must name at least one server" in message
+    assert "write rollout: {servers: [{base_url: " in message
 
 
 def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
@@ -351,11 +385,20 @@ def test_yaml_scalars_are_those_of_version_1_2(tmp_path: Path) -> None:
     [
         ("stage2_ab:\n  schedule: {b_ratio: 0}\nstage2_ab: {}\n", ["line 3", "'stage2_ab' also on line 1"]),
         ("stage2_ab: {schedule: {b_ratio: 0, b_ratio: 1}}", ["'b_ratio' also on line 1"]),
-        ("stage2_ab: {schedule: ", ["valid YAML", "line"]),
+        ("stage2_ab: {schedule: ", ["line 1, column 23: ", "valid YAML", "close every bracket"]),
+        (
+            "swift:\n\tmodel: m\n",
+            ["line 2, column 1: ", "'\\t' that cannot start any token", "indent by spaces"],
+        ),
+        (
+            "a: [1,\nb: 2\n",
+            ["line 3, column 1: ", "expected ',' or ']'", "a flow sequence that begins on line 1"],
+        ),
+        ("a: 1\nb: \x07\n", ["line 2, column 4: ", r"special characters are not allowed: '\x07'"]),
         ("- 1\n", ["mapping", "list"]),
         ("", ["empty file"]),
         ("1: 2\n", ["a key must be text", "key=1"]),
-        ("swift: !!python/object/apply:os.getcwd []\n", ["valid YAML"]),
+        ("swift: !!python/object/apply:os.getcwd []\n", ["line 1, column 8: ", "valid YAML"]),
     ],
 )
 def test_text_that_is_no_configuration_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:

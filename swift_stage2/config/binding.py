@@ -17,7 +17,13 @@ from swift_stage2.errors import ConfigError
 
 S = TypeVar("S")
 
-_KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+# What a value must be, and one that is.
+_KINDS: dict[type, tuple[str, str]] = {
+    bool: ("true or false", "true"),
+    int: ("an integer", "4"),
+    float: ("a number", "0.5"),
+    str: ("a text", "'text'"),
+}
 
 
 def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None, place: str = "") -> S:
@@ -89,18 +95,18 @@ def _convert(hint: Any, value: Any, *, root: type, place: str) -> Any:
         return None if value is None else _convert(inner, value, root=root, place=place)
     if origin is tuple:
         if not isinstance(value, list):
-            raise ConfigError(_wrong(place, "a list", value))
+            raise ConfigError(_wrong(place, "a list", value, f"[{_example(arguments[0])}]"))
         return tuple(
             _convert(arguments[0], item, root=root, place=f"{place}[{index}]")
             for index, item in enumerate(value)
         )
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(_wrong(place, "a mapping", value))
+            raise ConfigError(_wrong(place, "a mapping", value, "{name: value}"))
         return dict(value)
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
-            raise ConfigError(_wrong(place, "a mapping", value))
+            raise ConfigError(_wrong(place, "a mapping", value, _example(hint)))
         return bind(hint, value, root=root, place=place)
     return _scalar(hint, value, place)
 
@@ -111,15 +117,29 @@ def _scalar(kind: type, value: Any, place: str) -> Any:
         if value in choices:
             return kind(value)
         near = closest(value, choices) if isinstance(value, str) else None
-        tail = f"; did you mean {near!r}?" if near else ""
-        raise ConfigError(_wrong(place, " or ".join(choices), value) + tail)
+        if near:
+            raise ConfigError(f"{_must_be(place, ' or '.join(choices), value)}; did you mean {near!r}?")
+        raise ConfigError(_wrong(place, " or ".join(choices), value, choices[0]))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(_wrong(place, _KINDS[kind], value))
+        wanted, example = _KINDS[kind]
+        raise ConfigError(_wrong(place, wanted, value, example))
     return value
 
 
-def _wrong(place: str, wanted: str, value: Any) -> str:
+def _example(hint: Any) -> str:
+    """What a value of this type looks like in the file."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return f"{{{fields(hint)[0].name}: …}}"
+    return _KINDS[hint][1] if hint in _KINDS else "…"
+
+
+def _wrong(place: str, wanted: str, value: Any, example: str) -> str:
     name = place.rpartition(".")[2]
-    return f"{place} must be {wanted}, got {name}={value!r}"
+    entry = f"the entry {example}" if name.endswith("]") else f"{name}: {example}"
+    return f"{_must_be(place, wanted, value)}; write for example {entry}"
+
+
+def _must_be(place: str, wanted: str, value: Any) -> str:
+    return f"{place} must be {wanted}, got {place.rpartition('.')[2]}={value!r}"

@@ -57,9 +57,8 @@ class ServerConfig:
 
     @property
     def port(self) -> int:
-        """HTTP port, the scheme's own when none is written."""
-        parts = urlsplit(self.base_url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
+        """HTTP port; a URL without one is refused."""
+        return urlsplit(self.base_url).port or 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +147,11 @@ def _check_base_url(base_url: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(
             f"base_url must be an http or https URL with a host, got base_url={base_url!r}; {example}"
+        )
+    if port is None:
+        usual = 443 if parts.scheme == "https" else 80
+        raise ConfigError(
+            f"base_url must hold the server's port, got base_url={base_url!r}, which would mean port {usual}; {example}"
         )
     if parts.path or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(

@@ -55,11 +55,13 @@ class Stage2Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
+        # The servers first: without them every other rule between sections speaks of defaults that nobody wrote.
+        if self.b_enabled:
+            self._check_servers()
         rules.deadline("control_timeout_s", self.control_timeout_s)
         self._check_control_timeout()
         self._check_launch()
         if self.b_enabled:
-            self._check_servers()
             refuse_unsupported(self.swift)
         if self.gradient_accumulation_steps is not None:
             self.check_accumulation(self.gradient_accumulation_steps)
@@ -199,7 +201,7 @@ class Stage2Config:
             raise ConfigError(
                 "rollout.servers must name at least one server when b_ratio is above 0, got none and "
                 f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
-                "add {base_url: ..., group_port: ...}, or write b_ratio: 0"
+                "write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0"
             )
 
     def _check_launch(self) -> None:
@@ -207,7 +209,7 @@ class Stage2Config:
         if started and started != named:
             raise ConfigError(
                 "launch.servers must be empty or have one entry for each of rollout.servers, got "
-                f"{started} launch.servers and {named} rollout.servers"
+                f"{started} launch.servers and {named} rollout.servers; add or remove entries"
             )
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):

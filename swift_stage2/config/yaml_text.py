@@ -68,19 +68,39 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, no YAML, or no mapping; a key is repeated or no text.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
         raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: the file must be readable UTF-8 text: {exc}") from exc
+    try:
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as exc:
-        raise ConfigError(f"{path}: the file must be valid YAML: {' '.join(str(exc).split())}") from exc
+        raise ConfigError(f"{path}: {_syntax_error(exc, text)}") from exc
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(data, dict):
         kind = "an empty file" if data is None else type(data).__name__
         raise ConfigError(f"{path}: the file must hold a mapping with the section stage2_ab, got {kind}")
     return data
+
+
+def _syntax_error(error: yaml.YAMLError, text: str) -> str:
+    """Where, what and how to mend it, on one line."""
+    where, problem = "", " ".join(str(error).split())
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: "
+        problem = error.problem or problem
+        if error.context_mark is not None and error.context_mark.line != error.problem_mark.line:
+            problem = f"{problem} ({error.context} that begins on line {error.context_mark.line + 1})"
+    elif isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        where = f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}: "
+        problem = f"{error.reason}: {text[error.position]!r}"
+    return (
+        f"{where}the file must be valid YAML, got: {problem}; mend the line (indent by spaces, put one after "
+        "each colon, close every bracket and quote)"
+    )
 
 
 def write_yaml(data: dict[str, Any]) -> str:
