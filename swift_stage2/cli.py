@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from swift_stage2 import __version__
+from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
 
 _USER_MISTAKE = 2
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except UserError as exc:
-        print(f"swift-stage2: error: {_one_line(exc)}", file=sys.stderr, flush=True)
+        print_error(arguments[0], exc)
         return _USER_MISTAKE
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -74,6 +74,7 @@ def test_a_refused_configuration_is_one_line_and_writes_nothing(tmp_path: Path, 
     result = run(command, str(tmp_path / "bad.yaml"))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"swift-stage2 {command}: error: ")
     assert "did you mean 'b_ratio'" in result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["bad.yaml"]
 
@@ -115,7 +116,32 @@ def test_a_user_error_of_several_lines_is_told_on_one(
 
     trainer.train = train  # type: ignore[attr-defined]
     assert cli.main(["train", str(valid)]) == 2
-    assert capsys.readouterr().err == "swift-stage2: error: every line must be JSON, got line=7; mend it\n"
+    assert (
+        capsys.readouterr().err == "swift-stage2 train: error: every line must be JSON, got line=7; mend it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (("train", "absent.yaml"), "must exist"),
+        (("launch", "absent.yaml"), "must exist"),
+        (("doctor", "absent.yaml"), "must exist"),
+        (("rollout", "absent"), "checkpoint directory"),
+        (("merge", "--upstream", "localhost"), "--upstream must"),
+        (("demo", "--steps", "0"), "--steps must be at least 1"),
+        (("bench", "learning", "--steps", "0"), "steps"),
+    ],
+    ids=lambda it: it[0] if isinstance(it, tuple) else "",
+)
+def test_every_command_words_a_mistake_as_argparse_does(
+    arguments: tuple[str, ...], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"swift-stage2 {arguments[0]}: error: ")
+    assert mistake in error
+    assert error.count("\n") == 1
 
 
 def test_an_error_that_is_not_the_users_keeps_its_traceback(valid: Path, trainer: types.ModuleType) -> None:

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed
 
 BENCHES = {
@@ -39,5 +40,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(importlib.import_module(module).main(arguments[1:]))
     except ChildFailed as error:
-        print(f"swift-stage2 bench: {error}", file=sys.stderr)
+        print_error("bench", error)
         return _FAILED

@@ -23,7 +23,7 @@ from swift_stage2.launch.stop_signals import StopSignals
 
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")
-_OWN_ERROR = re.compile(r"swift-stage2(?: \w+)?: (?:error: )?")
+_OWN_ERROR = re.compile(r"swift-stage2(?: \w+)*: error: ")
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
 
 

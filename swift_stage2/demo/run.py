@@ -22,6 +22,7 @@ from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
 from swift_stage2.demo.training import score, train, words_of_launcher
+from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 children, scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint)
             )
     except ChildFailed as error:
-        print(f"swift-stage2 demo: {error}", file=sys.stderr)
+        print_error("demo", error)
         return _FAILED
     outcome = DemoOutcome(
         summary=summarise(job.run_dir / "audit"),

@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -26,7 +25,6 @@ from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
 
 _log = logging.getLogger(__name__)
-_EXIT_USER_ERROR = 2
 _GRACE_S = 5
 _KEEP_ALIVE_S = 120
 _MAX_REQUESTS_PER_POST = 4096  # room that every rank leaves behind each of its seeds
@@ -54,14 +52,14 @@ class MergerServer(uvicorn.Server):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the merger. Exit status: 0 after SIGTERM or Ctrl-C, 2 for a mistake of the user."""
+    """Runs the merger; returns 0 after SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: an upstream that is none, or an address that is taken or not this machine's.
+    """
     arguments = _parse(argv)
-    try:
-        _check_upstream(arguments)
-        listener = bind(arguments.host, arguments.port)
-    except UserError as error:
-        print(f"swift-stage2 merge: {error}", file=sys.stderr)
-        return _EXIT_USER_ERROR
+    _check_upstream(arguments)
+    listener = bind(arguments.host, arguments.port)
     configure_logging()
     api_key = os.environ.get(arguments.api_key_env) or None
     warn_when_open(arguments.host, api_key)
@@ -135,7 +133,9 @@ def _check_upstream(arguments: argparse.Namespace) -> None:
         parts = urlsplit(arguments.upstream)
         port = parts.port
     except ValueError as error:
-        raise UserError(f"--upstream must be a URL, got {arguments.upstream!r} ({error})") from error
+        raise UserError(
+            f"--upstream must be a URL, got {arguments.upstream!r} ({error}); write it like http://127.0.0.1:8000"
+        ) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise UserError(
             f"--upstream must hold scheme, host and port only, got {arguments.upstream!r}; "

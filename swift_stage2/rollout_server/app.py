@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from swift_stage2.errors import UserError
+from swift_stage2.error_line import print_error
 from swift_stage2.http_listener import bind, configure_logging, warn_when_open
 from swift_stage2.rollout_server.command_line import LoadingEngine, ServerCommand, parse_command
 from swift_stage2.rollout_server.engine import EngineState
@@ -55,12 +55,12 @@ class RolloutServer(uvicorn.Server):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 for a mistake of the user, 1 if it broke."""
-    try:
-        return serve(parse_command(argv))
-    except UserError as error:
-        print(f"swift-stage2 rollout: {error}", file=sys.stderr)
-        return _EXIT_USER_ERROR
+    """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be loaded, 1 if it broke.
+
+    Raises:
+        UserError: a mistake that is known before the model is loaded.
+    """
+    return serve(parse_command(argv))
 
 
 def serve(command: ServerCommand) -> int:
@@ -103,9 +103,10 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     engine.close(timeout_s=_CLOSE_TIMEOUT_S)
     if broken.state is not EngineState.BROKEN:
         return 0
-    detail = " ".join(broken.detail.split())
-    print(f"swift-stage2 rollout: the engine broke: {detail}", file=sys.stderr, flush=True)
-    return _EXIT_USER_ERROR if not engine.manifest() else 1
+    never_loaded = not engine.manifest()
+    what = "the model was not loaded" if never_loaded else "the engine broke"
+    print_error("rollout", f"{what}: {broken.detail}")
+    return _EXIT_USER_ERROR if never_loaded else 1
 
 
 def _watch(engine: LoadingEngine, server: uvicorn.Server, address: str, ended: threading.Event) -> None:

@@ -37,4 +37,7 @@ def test_a_child_that_failed_is_one_line_and_status_one(
 
     monkeypatch.setattr(module, "main", fail)
     assert run.main(["overhead"]) == 1
-    assert capsys.readouterr().err == "swift-stage2 bench: plain ended with status 1: no luck; see /tmp/log\n"
+    assert (
+        capsys.readouterr().err
+        == "swift-stage2 bench: error: plain ended with status 1: no luck; see /tmp/log\n"
+    )

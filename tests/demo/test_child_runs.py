@@ -91,10 +91,10 @@ def test_the_caller_sees_the_last_moment_of_a_child(tmp_path: Path) -> None:
     ("log", "cause"),
     [
         (
-            "[learner] swift-stage2: error: a port must be free\nmore\n",
-            "swift-stage2: error: a port must be free",
+            "[learner] swift-stage2 train: error: a port must be free\nmore\n",
+            "swift-stage2 train: error: a port must be free",
         ),
-        ("[server0] swift-stage2 rollout: no model\n", "swift-stage2 rollout: no model"),
+        ("[server0] swift-stage2 rollout: error: no model\nmore\n", "swift-stage2 rollout: error: no model"),
         ("[rank1]: Traceback (most\n[rank1]: ValueError: 7\n[rank1]: late\n", "ValueError: 7"),
         (
             "[launch] [learner] torch.OutOfMemoryError: big\nChildFailedError: 1\n",

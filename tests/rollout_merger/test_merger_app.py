@@ -17,7 +17,7 @@ import pytest
 from fake_rollout_server import Answer, FakeRolloutServer
 from live_merger import LONGEST_WAIT_S, free_port, infer_body
 
-from swift_stage2.rollout_merger.app import main
+from swift_stage2.cli import main
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from swift_stage2.rollout_merger.app import main
 def test_a_mistake_is_one_line_and_status_2(
     arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main(["merge", *arguments]) == 2
     error = capsys.readouterr().err
     assert names in error
     assert error.count("\n") == 1
@@ -41,14 +41,14 @@ def test_a_mistake_is_one_line_and_status_2(
 @pytest.mark.parametrize("arguments", [["--max-batch-size", "5000"], ["--upstream-timeout-s", "inf"]])
 def test_values_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--upstream", "http://127.0.0.1:8000", *arguments])
+        main(["merge", "--upstream", "http://127.0.0.1:8000", *arguments])
     assert "must be" in capsys.readouterr().err
 
 
 def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        assert main(["--upstream", "http://127.0.0.1:8000", "--port", str(port)]) == 2
+        assert main(["merge", "--upstream", "http://127.0.0.1:8000", "--port", str(port)]) == 2
     assert str(port) in capsys.readouterr().err
 
 

@@ -18,9 +18,10 @@ import pytest
 from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
 
 from swift_stage2 import demo, rollout_protocol
+from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import bind, warn_when_open
-from swift_stage2.rollout_server.app import RolloutServer, main
+from swift_stage2.rollout_server.app import RolloutServer
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
@@ -31,7 +32,7 @@ START_TIMEOUT_S = 90.0
 def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        assert main([str(MODEL), "--port", str(port)]) == 2
+        assert main(["rollout", str(MODEL), "--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert str(port) in error
     assert error.count("\n") == 1
@@ -52,7 +53,7 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
         [str(tmp_path / "nowhere")],
         [str(MODEL), "--external-plugins", str(tmp_path / "no.py")],
     ):
-        assert main([*arguments, "--port", "0"]) == 2
+        assert main(["rollout", *arguments, "--port", "0"]) == 2
         error = capsys.readouterr().err
         assert str(tmp_path) in error
         assert error.count("\n") == 1
@@ -126,8 +127,8 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
     port = free_port()
     plugin = Path(demo.__file__).parent / "tiny_template.py"
     command = [
-        sys.executable, "-c", "import sys; from swift_stage2.rollout_server.app import main; sys.exit(main())",
-        str(MODEL), "--external-plugins", str(plugin), "--model-type", "stage2_tiny_vl",
+        sys.executable, "-m", "swift_stage2", "rollout", str(MODEL),
+        "--external-plugins", str(plugin), "--model-type", "stage2_tiny_vl",
         "--template", "stage2_tiny_vl", "--port", str(port), "--device", "cpu", "--num-threads", "1",
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from live_server import MODEL, free_port
 
+from swift_stage2.cli import main
 from swift_stage2.errors import UserError
+from swift_stage2.http_listener import bind
 from swift_stage2.rollout_server import command_line
-from swift_stage2.rollout_server.app import bind, main
 from swift_stage2.rollout_server.command_line import parse_command
 
 
@@ -60,7 +61,7 @@ def test_the_key_comes_from_the_variable_or_as_stock_takes_it(monkeypatch: pytes
 def test_a_missing_model_or_plugin_is_one_line_and_status_2(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--engine", "vllm", *arguments, "--port", "0"]) == 2
+    assert main(["rollout", "--engine", "vllm", *arguments, "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
@@ -76,7 +77,7 @@ def test_a_busy_port_is_one_line_and_status_2_before_anything_is_loaded(
 ) -> None:
     port = free_port()
     with bind("127.0.0.1", port):
-        assert main(["--engine", "vllm", str(MODEL), "--port", str(port)]) == 2
+        assert main(["rollout", "--engine", "vllm", str(MODEL), "--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert str(port) in error
     assert error.count("\n") == 1

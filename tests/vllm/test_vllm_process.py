@@ -222,7 +222,7 @@ def test_arguments_that_ms_swift_refuses_are_one_line_and_status_2(tmp_path: Pat
     try:
         assert server.process.wait(START_S) == 2
         last = server.log.read_text(errors="replace").strip().splitlines()[-1]
-        assert last.startswith("swift-stage2 rollout: ")
+        assert last.startswith("swift-stage2 rollout: error: ")
         assert "vllm_no_such_option" in last
     finally:
         server.end()

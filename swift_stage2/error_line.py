@@ -1,0 +1,10 @@
+"""The line with which a command gives up, spelt as argparse spells its own: ``swift-stage2 X: error: …``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def print_error(command: str, message: object) -> None:
+    """Writes ``message`` to stderr as one line, whatever breaks it holds."""
+    print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
