@@ -1,46 +1,42 @@
-"""Whether ms-swift knows every argument of section ``swift``: a program that ``launch`` runs while servers start.
+"""Whether ms-swift can read section ``swift`` and all servers' ``args``: a program that ``launch`` runs beside them.
 
-Only names are looked at; values are ms-swift's to judge when training starts. A process of its own, because the
-launcher never loads ms-swift. Exit status 2 and one line for a name that is unknown.
+Names and values are looked at as its command-line parser does, without its later checks and without a model. A process
+of its own, because the launcher never loads ms-swift. Exit status 2 and one line for the first mistake.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Iterable
 
-from swift_stage2.config import load_config
-from swift_stage2.config.binding import closest
-from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names
+from swift_stage2.errors import UserError
 
 _USER_MISTAKE = 2
 
 
-def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ConfigError for the first name that is none of ``known``, nor the beginning of one."""
-    for name in names:
-        if any(word.startswith(name) for word in known):  # ms-swift's parser takes abbreviations
-            continue
-        near = closest(name, tuple(known))
-        hint = f"; did you mean {near!r}?" if near else "; remove it"
-        raise ConfigError(f"ms-swift must know every argument of section swift, got {name!r}{hint}")
-
-
-def known_names() -> frozenset[str]:
-    """The names that ms-swift's parser for training takes."""
+def check_arguments(config: Stage2Config) -> None:
+    """Raises ConfigError for the first argument that ms-swift's parser does not take."""
     from swift_stage2.cpu_torchvision import declare_operators
 
     declare_operators()  # before ms-swift imports torchvision
-    from swift.arguments import SftArguments
+    from swift.arguments import RolloutArguments, SftArguments
 
-    return frozenset(item.name for item in dataclasses.fields(SftArguments) if item.init)
+    from swift_stage2.swift_parsing import refuse_unreadable
+
+    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    refuse_unreadable(config.swift_arguments(), SftArguments)
+    for index, server in enumerate(config.launch.servers):
+        if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
+            where = f"launch.servers[{index}].args"
+            refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)
 
 
 def main(config_path: str) -> int:
     """Checks one configuration file."""
     try:
-        refuse_unknown(load_config(config_path).swift, known_names())
+        check_arguments(load_config(config_path))
     except UserError as error:
         print(f"{config_path}: {error}", flush=True)
         return _USER_MISTAKE

@@ -43,10 +43,10 @@ def test_words_that_belong_to_no_argument_are_refused(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
-    message = refusal(
-        capfd, tmp_path, "--dataset", str(rows), "--add_version", "false", "--no_such_thing", "1"
-    )
-    assert "no_such_thing" in message
+    given = ["--dataset", str(rows), "--add_version", "false"]
+    message = refusal(capfd, tmp_path, *given, "--learnin_rate", "1")
+    assert message.endswith("section swift, got 'learnin_rate'; did you mean 'learning_rate'?")
+    assert "got 'no_such_thing'; remove it" in refusal(capfd, tmp_path, *given, "--no_such_thing=1")
 
 
 def test_a_backend_for_ranks_needs_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.model_check import check_model
 
 _USER_MISTAKE = 2
+_CHECK_PATIENCE_S = 60.0  # it imports ms-swift, which a loaded machine does slowly
 
 
 def launch(
@@ -116,6 +118,9 @@ def _wait_until_answering(
             _refuse_arguments(job, check)
             still_waiting = []
             for server, probe in waiting:
+                if server.ended() is not None:
+                    _let_end(job, signals, check)
+                    _refuse_arguments(job, check)
                 _refuse_missing(server, probe, start_timeout_s)
                 if probe.answered:
                     server.refuse_foreigner(at_once=True)
@@ -128,12 +133,19 @@ def _wait_until_answering(
         _refuse_arguments(job, check)
 
 
+def _let_end(job: Job, signals: StopSignals, check: ProcessTree | None) -> None:
+    """What the check finds may be why a server has ended, and says it better than a status does."""
+    end = time.monotonic() + _CHECK_PATIENCE_S
+    while check is not None and check.poll() is None and signals.received is None and time.monotonic() < end:
+        job.step()
+
+
 def _refuse_arguments(job: Job, check: ProcessTree | None) -> None:
     """Tells of a mistake that the argument check found; its failure for other reasons is no reason to stop."""
     if check is not None and check.poll() == _USER_MISTAKE:
         job.step()
         lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise ConfigError(lines[-1] if lines else f"section swift is refused; see {check.log_path}")
+        raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
 
 
 def _refuse_missing(server: ManagedServer, probe: ReadinessProbe, start_timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """``swift-stage2 rollout``: binds the port, loads the model, serves until SIGTERM, leaves nothing behind.
 
-The port is bound first and answers at once (``/health/`` says 503 while the model loads), so a busy port or a
-missing model is one line and exit status 2, never another port and never a late surprise.
+The port is bound first and answers while the model loads (``/health/`` says 503 then), so a busy port, a missing
+model or a misspelt option is one line and exit status 2, never another port and never a late surprise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvicorn
 
@@ -69,15 +70,15 @@ def serve(command: ServerCommand) -> int:
     With an engine that has processes of its own it ends this process instead of returning.
 
     Raises:
-        UserError: the address is taken or not this machine's.
+        UserError: the address is taken or not this machine's, or the engine's own parser refuses an option.
     """
-    listener = bind(command.host, command.port)
-    configure_logging()
-    warn_when_open(command.host, command.api_key)
-    if not command.has_children:
-        return _serve(command, listener)
-    with ServerChildren():
-        status = _serve(command, listener)
+    with bind(command.host, command.port) as listener:
+        configure_logging()
+        warn_when_open(command.host, command.api_key)
+        if not command.has_children:
+            return _serve(command, listener)
+        with ServerChildren():
+            status = _serve(command, listener)
     # All is closed. What vLLM has imported and started takes many seconds to tear down, and may hang in it.
     logging.shutdown()
     sys.stdout.flush()
@@ -104,7 +105,8 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     if broken.state is not EngineState.BROKEN:
         return 0
     never_loaded = not engine.manifest()
-    what = "the model was not loaded" if never_loaded else "the engine broke"
+    where = "" if Path(engine.model).exists() else " (no such directory is here: it was looked for on a hub)"
+    what = f"model {engine.model} was not loaded{where}" if never_loaded else "the engine broke"
     print_error("rollout", f"{what}: {broken.detail}")
     return _EXIT_USER_ERROR if never_loaded else 1
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import Engine
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -39,7 +40,10 @@ class LoadingEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """One server to run. ``start_engine`` begins to load and returns at once."""
+    """One server to run. ``start_engine`` begins to load and does not wait for it.
+
+    It raises UserError for options that the engine's own parser refuses.
+    """
 
     host: str
     port: int  # 0 takes any free one
@@ -63,7 +67,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 # --- transformers -------------------------------------------------------------------------------
 def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser = argparse.ArgumentParser(prog=_PROGRAM, description=_PURPOSE)
-    parser.add_argument("model", help="directory of the checkpoint to serve")
+    parser.add_argument("model", help="directory or id of the checkpoint to serve")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
                         help="vllm takes the options of `swift rollout` instead")  # fmt: skip
     parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
@@ -77,7 +81,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
     parser.add_argument("--api-key-env", default=_KEY_VARIABLE, metavar="NAME")
     options = parser.parse_args(argv)
-    _require_checkpoint(options.model)
+    _require_model(options.model)
     _require_plugins(options.external_plugins)
     return ServerCommand(
         host=options.host,
@@ -128,8 +132,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         raise UserError(
             f"exactly one model must be named, got model={options.model!r} and {leading!r}; write --model"
         )
-    if not _HUB_ID.fullmatch(model) or Path(model).exists():
-        _require_checkpoint(model)
+    _require_model(model)
     _require_plugins(options.external_plugins)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
     swift_argv = ["--model", model, *plugins, *rest]
@@ -139,8 +142,23 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         port=options.port,
         api_key=options.api_key or os.environ.get(options.api_key_env) or None,
         has_children=True,
-        start_engine=lambda: VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model),
+        start_engine=lambda: _start_vllm(swift_argv, model),
     )
+
+
+def _start_vllm(swift_argv: Sequence[str], model: str) -> VllmRolloutEngine:
+    """The engine, once ms-swift's parser can read the options: importing it takes seconds, loading a model minutes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    declare_operators()  # before ms-swift imports torchvision
+    from swift.arguments import RolloutArguments
+
+    from swift_stage2.swift_parsing import refuse_unreadable
+
+    refuse_unreadable(swift_argv, RolloutArguments, where="the options of --engine vllm")
+    return VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model)
 
 
 def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
@@ -162,9 +180,15 @@ def _positive(text: str) -> int:
     return number
 
 
-def _require_checkpoint(model: str) -> None:
+def _require_model(model: str) -> None:
+    """A hub id is left to ms-swift, which looks in its cache and downloads."""
+    if _HUB_ID.fullmatch(model) and not Path(model).exists():
+        return
     if not (Path(model) / "config.json").is_file():
-        raise UserError(f"the model must be a checkpoint directory with a config.json, got model={model}")
+        raise UserError(
+            f"the model must be a checkpoint directory with a config.json, or a hub id like owner/name, got "
+            f"model={model}; check the path"
+        )
 
 
 def _require_plugins(plugins: Sequence[str]) -> None:

@@ -323,6 +323,29 @@ def test_a_misspelt_argument_is_told_while_servers_still_start(launch: Launch) -
     assert running.alive() == []
 
 
+def test_a_server_that_ended_by_its_own_misspelt_argument_is_told_of_in_the_checks_words(
+    tmp_path: Path,
+) -> None:
+    """The check is slower than the server, as ms-swift's import may be."""
+    gone = tmp_path / "gone"
+    slow_check = (
+        "import pathlib, sys, time\n"
+        f"while not pathlib.Path({str(gone)!r}).exists(): time.sleep(0.05)\n"
+        "time.sleep(2)\n"
+        "print('ms-swift must know it, got vllm_gpu'); sys.exit(2)"
+    )
+    running = RunningLaunch(
+        tmp_path / "logs",
+        servers=[[free_port(), "-c", f"open({str(gone)!r}, 'w').close(); raise SystemExit(1)"]],
+        learner=[LEARNER, "run"],
+        grace_s=30.0,
+        check=["-c", slow_check],
+    )
+    assert running.finish() == 2
+    assert running.output.splitlines()[-1] == "refused: ms-swift must know it, got vllm_gpu"
+    assert running.alive() == []
+
+
 def test_an_argument_check_that_breaks_stops_nothing(launch: Launch) -> None:
     running = launch(learner=["exit", "0"], check=["-c", "raise SystemExit(1)"])
     assert running.finish() == 0

@@ -67,6 +67,32 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (
+            ["--vllm_gpu_memory_utilizaton", "0.5"],
+            "ms-swift must know every argument of the options of --engine vllm, got 'vllm_gpu_memory_utilizaton'; "
+            "did you mean 'vllm_gpu_memory_utilization'?",
+        ),
+        (["--vllm-tensor-parallel-sizes=2"], "did you mean 'vllm_tensor_parallel_size'?"),
+        (["--vllm_max_model_len", "long"], "invalid int value: 'long'; correct it"),
+        (["--qqqq"], "got 'qqqq'; remove it"),
+    ],
+)
+def test_an_option_that_ms_swift_cannot_read_is_one_line_and_status_2_before_anything_is_loaded(
+    option: list[str], told: str, built: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError):
+        parse_command(["--engine", "vllm", str(MODEL), *option]).start_engine()
+    assert built == []
+    assert main(["rollout", "--engine", "vllm", str(MODEL), *option, "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("swift-stage2 rollout: error: ")
+    assert told in error
+    assert "usage" not in error
+
+
 def test_a_model_id_is_left_to_ms_swift(built: list[Any]) -> None:
     parse_command(["--engine", "vllm", "--model", "some/model"]).start_engine()
     assert built[0] == ["--model", "some/model"]
@@ -91,5 +117,18 @@ def test_another_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_missing_transformers_model_is_refused_too() -> None:
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(
+        UserError, match=r"config\.json, or a hub id like owner/name, got model=nowhere; check"
+    ):
         parse_command(["nowhere"])
+    with pytest.raises(UserError, match=r"config\.json"):
+        parse_command(["./some/model"])
+
+
+def test_the_transformers_engine_leaves_a_model_id_to_ms_swift_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        command_line, "TransformersRolloutEngine", lambda load, model, max_batch_size: asked.append(model)
+    )
+    parse_command(["some/model"]).start_engine()
+    assert asked == ["some/model"]
