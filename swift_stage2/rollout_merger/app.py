@@ -22,6 +22,7 @@ from swift_stage2.http_listener import bind, configure_logging, warn_when_open
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
+from swift_stage2.rollout_merger.silence_watch import SilenceWatch
 from swift_stage2.rollout_merger.upstream import Upstream
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it has shut down; the exit status stays ours.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-    server.run(sockets=[listener])
+    with SilenceWatch(upstream.base_url, _log.warning):
+        server.run(sockets=[listener])
     return 0
 
 
@@ -140,6 +142,10 @@ def _check_upstream(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--upstream must hold scheme, host and port only, got {arguments.upstream!r}; "
             "write it like http://127.0.0.1:8000"
+        )
+    if port is None:
+        raise UserError(
+            f"--upstream must hold the server's port, got {arguments.upstream!r}; write it like http://127.0.0.1:8000"
         )
     if parts.hostname == arguments.host and port == arguments.port:
         raise UserError(f"the merger needs a port of its own, got {port} for both; change --port")
