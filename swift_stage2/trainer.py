@@ -40,6 +40,7 @@ from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.weight_transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 EXIT_HANG = 70
 _CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
+_CONNECT_TIMEOUT_S = 2.0
 _CANARY_TOKENS = 16
 _CANARY_ALTERNATIVES = 8
 
@@ -223,6 +225,7 @@ def train(config_path: str) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         for warning in config.warnings:
             logger.warning("%s", warning)
+        _tell_of_deaf_servers(config)
     start_communication(config.swift)
     try:
         arguments = parse_swift_arguments(config.swift_arguments())
@@ -235,6 +238,19 @@ def train(config_path: str) -> int:
             raise
         return EXIT_HANG
     return 0
+
+
+def _tell_of_deaf_servers(config: Stage2Config) -> None:
+    """Says now what the wait for servers would say only after the model was loaded. Decides nothing: they may start."""
+    for server in config.rollout.servers if config.b_enabled else ():
+        if reason := why_deaf(server.base_url, _CONNECT_TIMEOUT_S):
+            logger.warning(
+                "rollout server %s does not answer yet (%s); once the model is loaded it is waited for "
+                "rollout.start_timeout_s=%g seconds; start it, or correct rollout.servers",
+                server.base_url,
+                reason,
+                config.rollout.start_timeout_s,
+            )
 
 
 def _leave_within(seconds: float) -> None:

@@ -157,7 +157,7 @@ def _start_vllm(swift_argv: Sequence[str], model: str) -> VllmRolloutEngine:
 
     from swift_stage2.swift_parsing import refuse_unreadable
 
-    refuse_unreadable(swift_argv, RolloutArguments, where="the options of --engine vllm")
+    refuse_unreadable(swift_argv, RolloutArguments, where="the command line")
     return VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model)
 
 

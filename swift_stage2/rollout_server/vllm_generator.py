@@ -59,7 +59,7 @@ def build_generator(argv: Sequence[str]) -> VllmGenerator:
     Raises:
         UserError: arguments that ms-swift refuses, or that this server does not serve.
     """
-    arguments = parse_swift_arguments(argv, ServerArguments, where="the options of --engine vllm")
+    arguments = parse_swift_arguments(argv, ServerArguments, where="the command line")
     _refuse_unserved(arguments)
     engine_kwargs = {
         **(arguments.vllm_engine_kwargs or {}),

@@ -72,7 +72,7 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
     [
         (
             ["--vllm_gpu_memory_utilizaton", "0.5"],
-            "ms-swift must know every argument of the options of --engine vllm, got 'vllm_gpu_memory_utilizaton'; "
+            "ms-swift must know every argument of the command line, got 'vllm_gpu_memory_utilizaton'; "
             "did you mean 'vllm_gpu_memory_utilization'?",
         ),
         (["--vllm-tensor-parallel-sizes=2"], "did you mean 'vllm_tensor_parallel_size'?"),
