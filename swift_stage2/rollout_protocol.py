@@ -7,6 +7,7 @@ Everything on the wire is JSON and is checked field by field; nothing is unpickl
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -281,6 +282,18 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
             f"num_requests={num_requests}"
         )
     return tuple(_parse_completion(item) for item in data)
+
+
+def parse_failed_places(body: bytes) -> tuple[int, ...]:
+    """Places of the requests that our server's error answer to ``/infer/`` names as failed; empty for any other."""
+    try:
+        record = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    failures = record.get("failures") if isinstance(record, Mapping) else None
+    entries = failures if isinstance(failures, list) else []
+    places = [entry.get("index") for entry in entries if isinstance(entry, Mapping)]
+    return tuple(place for place in places if type(place) is int and place >= 0)
 
 
 def parse_served_model(data: Any) -> str | None:

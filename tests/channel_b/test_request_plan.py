@@ -87,6 +87,61 @@ def test_one_poisonous_request_costs_a_bisection_and_no_more(size: int) -> None:
     assert len(server.asked) <= 2 * math.ceil(math.log2(size)) + 5
 
 
+class NamingServer(ScriptedServer):
+    """Names the first ``at_most`` poisonous requests of a POST, as our server does."""
+
+    def __init__(self, poisonous: set[int], *, at_most: int = 1, dead: bool = False) -> None:
+        super().__init__(poisonous, dead=dead)
+        self.at_most = at_most
+
+    def named(self, piece: Piece) -> list[int]:
+        failed = [n for n, index in enumerate(piece.indices) if self.dead or index in self.poisonous]
+        return failed[: self.at_most]
+
+
+def run_named(plan: RequestPlan, server: NamingServer) -> None:
+    while (piece := plan.next_piece()) is not None:
+        plan.record(piece, server.post(piece), f"failed {piece.indices}", server.named(piece))
+
+
+@given(batches, st.integers(min_value=1, max_value=24))
+def test_exactly_the_poisonous_requests_are_quarantined_where_the_server_names_them(
+    batch: tuple[int, set[int]], at_most: int
+) -> None:
+    size, poisonous = batch
+    plan, server = RequestPlan(size), NamingServer(poisonous, at_most=at_most)
+    run_named(plan, server)
+    assert plan.quarantined == {index: f"failed {(index,)}" for index in poisonous}
+    assert sorted(server.answered) == [index for index in range(size) if index not in poisonous]
+    assert plan.server_fault is None
+
+
+@given(st.integers(min_value=2, max_value=64))
+def test_one_named_request_costs_two_posts_more_than_a_good_batch(size: int) -> None:
+    plan, server = RequestPlan(size), NamingServer({size - 1})
+    run_named(plan, server)
+    assert [len(piece.indices) for piece in server.asked] == [size, 1, size - 1]
+
+
+@given(batches, st.sets(st.integers(min_value=0, max_value=23)))
+def test_a_wrong_name_condemns_nobody(batch: tuple[int, set[int]], wrong: set[int]) -> None:
+    size, poisonous = batch
+    plan, server = RequestPlan(size), ScriptedServer(poisonous)
+    while (piece := plan.next_piece()) is not None:
+        named = [place for place in wrong if place < len(piece.indices)]
+        plan.record(piece, server.post(piece), "failed", named)
+    assert set(plan.quarantined) == poisonous
+    assert sorted(server.answered) == [index for index in range(size) if index not in poisonous]
+
+
+@given(st.integers(min_value=1, max_value=64), st.integers(min_value=1, max_value=64))
+def test_a_dead_server_that_names_requests_is_found_out_at_once(size: int, at_most: int) -> None:
+    plan, server = RequestPlan(size), NamingServer(set(), dead=True, at_most=at_most)
+    run_named(plan, server)
+    assert (plan.quarantined, plan.server_fault is None) == ({}, False)
+    assert len(server.asked) <= 6
+
+
 def test_an_error_is_asked_again_once_as_it_was() -> None:
     plan = RequestPlan(3)
     whole = plan.next_piece()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -292,6 +293,36 @@ def test_a_body_that_is_no_reply_condemns_its_request(
         assert client.suspects == {}
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
     assert texts(outcome) == ["echo 0", "echo 2"]
+
+
+def naming(*places: Any) -> Answer:
+    return error(text=json.dumps({"detail": "no", "failures": [{"index": place} for place in places]}))
+
+
+@pytest.mark.parametrize("places", [[99], [-1], [True], ["0"], [None], [{}], []])
+def test_a_name_that_is_no_place_of_the_post_is_not_believed(
+    server: FakeRolloutServer, fence: InferFence, places: list[Any]
+) -> None:
+    server.on_infer = lambda call: naming(*places) if "2" in call.texts else echo(call)
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 4)
+    assert server.batch_sizes[:3] == [4, 4, 2]  # asked again, then bisected
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [2]
+
+
+def test_a_request_that_the_server_names_is_condemned_only_after_another_succeeded(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    """It is named, fails alone, and then the engine dies: nothing speaks against the request any more."""
+
+    def engine(call: Call) -> Answer:
+        return naming(1) if len(server.infer_calls) == 1 else naming(0)
+
+    server.on_infer = engine
+    with make_client(server, fence=fence, canary=request("canary")) as client:
+        outcome = ask(client, 4)
+    assert positions(outcome.returned) == [0, 1, 2, 3]
+    assert (outcome.quarantined, outcome.suspects.keys()) == ((), {server.url})
 
 
 # --- who may be asked ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, image_request, load_learner
+from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, image_request, load_learner, text_request
 
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -60,6 +60,19 @@ def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer
         outcome = ask(client, [image_request(40), broken, image_request(200)])
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
     assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 2]
+    assert outcome.suspects == {}
+
+
+def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, proof: RoundProof) -> None:
+    """The server names it: all, it alone once more, the others. A bisection would take ten or so."""
+    broken = image_request() | {"images": ["bm90IGFuIGltYWdl"]}
+    requests = [image_request(40 + 10 * n) for n in range(16)]
+    requests[11] = broken
+    with make_client(server, proof, canary=text_request()) as client:
+        outcome = ask(client, requests)
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [11]
+    assert len(outcome.rollouts) == 15
+    assert outcome.num_posts == 3
     assert outcome.suspects == {}
 
 

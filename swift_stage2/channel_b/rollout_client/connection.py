@@ -35,11 +35,15 @@ _QUOTED_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class PostResult:
-    """How a call ended; ``completions`` iff an ``/infer/`` call was answered."""
+    """How a call ended; ``completions`` iff an ``/infer/`` call was answered.
+
+    ``named``: places of the requests that an error answer says failed; a stock server names none.
+    """
 
     end: PostEnd
     reason: str = ""
     completions: tuple[protocol.Completion, ...] = ()
+    named: tuple[int, ...] = ()
 
 
 class ServerConnection:
@@ -72,7 +76,8 @@ class ServerConnection:
             timeout_s,
             lambda reply: completions.extend(protocol.parse_infer_reply(reply, len(requests))),
         )
-        return PostResult(result.end, result.reason, tuple(completions))
+        named = tuple(place for place in result.named if place < len(requests))
+        return PostResult(result.end, result.reason, tuple(completions), named)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> PostResult:
         """An ordered call: ``ANSWERED`` means that what was sent before it is over."""
@@ -105,7 +110,7 @@ class ServerConnection:
             timer.cancel()
             with self._lock:
                 self._call = None
-        return PostResult(result.end, self._without_key(result.reason))
+        return PostResult(result.end, self._without_key(result.reason), named=result.named)
 
     def _exchange(
         self,
@@ -140,7 +145,8 @@ class ServerConnection:
             return PostResult(_GATEWAY_ENDS[response.status_code], reason)
         if response.status_code != httpx.codes.OK:
             reason = f"{where} answered {response.status_code}: {self._quote(response)}"
-            return PostResult(PostEnd.ERROR_ANSWER, reason)
+            named = protocol.parse_failed_places(response.content)
+            return PostResult(PostEnd.ERROR_ANSWER, reason, named=named)
         try:
             parse(response.json())
         except ProtocolError as error:

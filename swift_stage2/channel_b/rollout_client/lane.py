@@ -163,7 +163,7 @@ class ServerLane:
         self._settings.on_abandoned(self.base_url)
 
     def _record(self, share: Share, piece: Piece, result: PostResult) -> None:
-        share.plan.record(piece, result.end, result.reason)
+        share.plan.record(piece, result.end, result.reason, result.named)
         if result.end is not PostEnd.ANSWERED:
             share.failures.append(PostFailure(self.base_url, result.end, len(piece.indices), result.reason))
             logger.info("no rollout for %d requests: %s", len(piece.indices), result.reason)

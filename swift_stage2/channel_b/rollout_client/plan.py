@@ -3,10 +3,14 @@
 Pure bookkeeping over request numbers. A request is quarantined only if it failed alone and another one
 succeeded on the same server afterwards; otherwise the server is at fault and nothing is condemned.
 Every request ends answered, quarantined or unresolved. Driven by a lane.
+
+Our server names the requests that failed. Its word only chooses the next POSTs: who is named is asked once more,
+alone, and the rest together, so that a wrong name costs a POST and condemns nobody.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -38,7 +42,10 @@ class Piece:
 
 
 class RequestPlan:
-    """One batch on one server: retry once, then bisect; probe the server before a request is condemned."""
+    """One batch on one server: retry once, then bisect; probe the server before a request is condemned.
+
+    What the server names is asked apart instead.
+    """
 
     def __init__(self, num_requests: int, *, probe_early: bool = True) -> None:
         """With ``probe_early`` a request outside the batch is known to be good, so a probe may come before the rest."""
@@ -48,6 +55,7 @@ class RequestPlan:
         self._waiting = [whole] if num_requests else []  # a stack, so that halves are asked in order
         self._probe = Piece(())
         self._accused: dict[int, str] = {}
+        self._num_unprobed = 0  # accusations that need no early probe: the rest of the batch comes next
         self._quarantined: dict[int, str] = {}
         self._timed_out: list[int] = []
         self._any_success = False
@@ -80,17 +88,17 @@ class RequestPlan:
             return None
         # A server that has answered nothing of this batch is probed at once if it can be: if it is dead,
         # bisecting the rest of the batch would only ask it in vain.
-        if self._accused and (not self._waiting or (self._probe_early and not self._any_success)):
+        if self._accused and (not self._waiting or self._needs_early_probe()):
             return self._probe
         return self._waiting.pop() if self._waiting else None
 
-    def record(self, piece: Piece, end: PostEnd, reason: str = "") -> None:
-        """Takes note of how the POST of ``piece`` ended."""
+    def record(self, piece: Piece, end: PostEnd, reason: str = "", named: Sequence[int] = ()) -> None:
+        """Takes note of how the POST of ``piece`` ended; ``named`` are the places in it that the server says failed."""
         match end:
             case PostEnd.ANSWERED:
                 self._record_answer()
             case PostEnd.ERROR_ANSWER:
-                self._record_error(piece, reason)
+                self._record_error(piece, reason, named)
             case PostEnd.UNREACHABLE if not piece.is_retry:
                 self._ask_again(piece)
             case PostEnd.TIMED_OUT:
@@ -115,7 +123,13 @@ class RequestPlan:
         self._any_success = True
         self._probe = Piece(())
 
-    def _record_error(self, piece: Piece, reason: str) -> None:
+    def _needs_early_probe(self) -> bool:
+        return self._probe_early and not self._any_success and len(self._accused) > self._num_unprobed
+
+    def _record_error(self, piece: Piece, reason: str, named: Sequence[int]) -> None:
+        if named and len(piece.indices) > 1:
+            self._take_apart(piece, named)
+            return
         # Halves get no retry of their own: bisecting them further is one already.
         whole_or_single = len(piece.indices) in (self._num_requests, 1)
         if not piece.is_retry and (whole_or_single or piece.is_probe):
@@ -141,6 +155,16 @@ class RequestPlan:
             self._probe = retry
         else:
             self._waiting.append(retry)
+
+    def _take_apart(self, piece: Piece, named: Sequence[int]) -> None:
+        """Each named request alone, for the second time, then the others together."""
+        blamed = [piece.indices[place] for place in sorted(set(named))]
+        others = tuple(index for index in piece.indices if index not in blamed)
+        if others:
+            self._waiting.append(Piece(others))
+        self._waiting.extend(Piece((index,), is_retry=True) for index in reversed(blamed))
+        # One and no more: a dead server that names its requests must be found out as fast as any.
+        self._num_unprobed = 1
 
     def _bisect(self, piece: Piece) -> None:
         middle = (len(piece.indices) + 1) // 2
