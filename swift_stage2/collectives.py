@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
+from swift_stage2.background_call import BackgroundCall
 from swift_stage2.errors import Stage2Error, UserError
 
 _LISTEN_BACKLOG = 16
@@ -27,11 +28,47 @@ _WAIT_SLICE_S = 0.2
 _SHORTEST_TIMEOUT_S = 0.05
 _COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 
+_NOTE_TIMEOUT_S = 5.0
+
 ResultT = TypeVar("ResultT")
+
+
+class NoteBoard:
+    """Short texts that ranks leave for each other outside of every collective; for any thread.
+
+    For what a rank must tell others that may be stuck in a collective. Kept in the job's own store, which under
+    torchrun outlives the ranks.
+    """
+
+    def __init__(self, store: Any = None) -> None:
+        """Without a ``store`` the notes of a run with one process."""
+        self._store = store
+        self._own: dict[str, str] = {}
+
+    def write(self, key: str, text: str) -> None:
+        """Leaves a note. Raises RuntimeError when the store does not take it within a few seconds."""
+        self._own[key] = text
+        if self._store is not None:
+            body = text.encode(errors="backslashreplace")
+            BackgroundCall(lambda: self._store.set(key, body), "writing a note").result_within(
+                _NOTE_TIMEOUT_S
+            )
+
+    def read(self, key: str) -> str | None:
+        """The note, or None if nobody has left it. Raises RuntimeError as ``write`` does."""
+        if key in self._own or self._store is None:
+            return self._own.get(key)
+        return BackgroundCall(lambda: self._ask(key), "reading a note").result_within(_NOTE_TIMEOUT_S)
+
+    def _ask(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
 
 class ControlGroup(Protocol):
     """Decisions that every rank takes alike. Vectors have the same length on every rank."""
+
+    @property
+    def notes(self) -> NoteBoard: ...
 
     @property
     def rank(self) -> int: ...
@@ -56,6 +93,9 @@ class SingleRank:
     rank = 0
     world_size = 1
 
+    def __init__(self) -> None:
+        self.notes = NoteBoard()
+
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
 
@@ -79,6 +119,7 @@ class GlooControlGroup:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.notes = NoteBoard(PrefixStore("stage2_notes", _get_default_store()))
 
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         """Element-wise maximum over the ranks."""

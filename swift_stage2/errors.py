@@ -111,7 +111,10 @@ class WeightSyncError(Stage2Error):
 
 
 class WeightSyncHang(Stage2Error):
-    """A push did not return by its deadline. It cannot be taken back: every rank exits with 70."""
+    """A push did not return by its deadline, or a rank is lost to the others inside a round.
+
+    It cannot be taken back: every rank exits with 70.
+    """
 
 
 class RoundRefused(Stage2Error):

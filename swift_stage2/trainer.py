@@ -38,6 +38,7 @@ from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication
 from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
+from swift_stage2.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.tcp_probe import why_deaf  # noqa: E402
@@ -45,7 +46,6 @@ from swift_stage2.weight_transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-EXIT_HANG = 70
 _CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 _CONNECT_TIMEOUT_S = 2.0

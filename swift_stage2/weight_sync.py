@@ -2,7 +2,8 @@
 
 The first barrier, that every rank is drained, is the learner's; the second is the broadcast of the outcome
 here. A round is a transaction: rank 0 never raises before that broadcast, and only what was proven counts.
-Weights are read and the deadline is kept on the main thread; each server's push has a daemon thread.
+Weights are read and the deadline is kept on the main thread; each server's push has a daemon thread. A watch
+ends the process when the main thread itself is stuck.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bucket_handover import BucketHandover
@@ -17,6 +21,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.round_records import Canary, RoundOrder, RoundOutcome, ServerEndpoint, ServerReport
+from swift_stage2.round_watch import RoundWatch
 from swift_stage2.server_push import ServerPush, close_quietly, describe_fault
 from swift_stage2.server_session import Deadline
 from swift_stage2.weight_bucket import WeightBucket
@@ -32,6 +37,8 @@ _SHARE_FOR_CALLS = 0.8
 # may take no more of a round that ran out of time.
 _SHARE_FOR_ONE = 0.5
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
+# Over the round's time: only what the deadline on the main thread cannot end lasts so long.
+_WATCH_MARGIN_S = 10.0
 _MIB = 1 << 20
 
 
@@ -64,15 +71,24 @@ class WeightSync:
         self._api_key = api_key
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
+        self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
         """One round that brings ``targets`` to ``version``; returns the same outcome on every rank.
 
         Raises:
             WeightSyncError: the learner's weights cannot be exported; on every rank.
-            WeightSyncHang: a push did not return by ``sync.timeout_s``; on every rank.
+            WeightSyncHang: a push did not return by ``sync.timeout_s``, or another rank has ended because of
+                this round; on every rank that can still raise. Others end with status 70.
         """
-        outcome = self._lead(version, targets) if self._control.rank == 0 else self._follow()
+        try:
+            with self._watch:
+                outcome = self._lead(version, targets) if self._control.rank == 0 else self._follow()
+        except RuntimeError as error:  # of a collective that another rank has left
+            words = self._words()
+            if not words:
+                raise
+            raise WeightSyncHang(words) from error
         if outcome.hung:
             raise WeightSyncHang(outcome.hung)
         if outcome.learner_fault:
@@ -94,7 +110,9 @@ class WeightSync:
         self._transports.clear()
 
     # Rank 0 tells the others what comes next: {"gather": index of a bucket} any number of times, if no rank
-    # holds whole tensors, and {"outcome": …} at last. So its failure never leaves them in a collective.
+    # holds whole tensors, and {"outcome": …} at last. So its failure never leaves them in a collective. After a
+    # gather every rank says whether it failed there. One that fails inside leaves the others stuck in the training
+    # group, where no message reaches them: it leaves a note, and the watches of the others read it and end them.
 
     def _lead(self, version: int, targets: Sequence[int]) -> RoundOutcome:
         try:
@@ -106,21 +124,24 @@ class WeightSync:
         return outcome
 
     def _follow(self) -> RoundOutcome:
-        if self._export.partitioned:
+        if self._export.partitioned:  # else rank 0 works alone, and its end shows in the broadcast
             self._answer_canary()
+            self._watch.begin("the transfer of weights")
         plan = self._export.plan(self._bucket_bytes)
         while True:
             message = self._control.broadcast(None)
             if "outcome" in message:
                 return RoundOutcome.from_json(message["outcome"])
-            self._export.help_read(plan[message["gather"]])
+            names = plan[message["gather"]]
+            self._take_part("gathering weights", partial(self._export.help_read, names))
 
     def _run_rank_zero(self, version: int, targets: Sequence[int]) -> RoundOutcome:
         started = time.perf_counter()
         round_id = uuid.uuid4().hex
-        fault = self._answer_canary()
-        if fault is not None:
-            return RoundOutcome(round_id, version, learner_fault=fault)
+        canary_fault = self._answer_canary()
+        if canary_fault:
+            return RoundOutcome(round_id, version, learner_fault=canary_fault)
+        self._watch.begin("the transfer of weights")  # also until every rank has heard of the outcome
         canary_seconds = time.perf_counter() - started
         end = time.monotonic() + self._timeout_s
         order = RoundOrder(
@@ -156,17 +177,37 @@ class WeightSync:
             export_seconds=export_seconds,
         )
 
-    def _answer_canary(self) -> str | None:
+    def _answer_canary(self) -> str:
         """Why the learner's own answer could not be had, if so; on all ranks together under ZeRO-3."""
+        if self._export.partitioned:
+            self._watch.begin("the learner's canary, on all ranks together,")
+        return self._take_part("the learner's canary", self._canary.answer)
+
+    def _take_part(self, what: str, work: Callable[[], object]) -> str:
+        """Does what all ranks do together if no rank holds whole tensors; returns on which it failed, and why."""
         fault = ""
         try:
-            self._canary.answer()
+            work()
         except Exception as error:  # a rank must reach the collective below whatever happens
-            fault = describe_fault("the learner's canary", error)
-        if self._export.partitioned:
-            faults = self._control.gather(fault)
-            fault = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
-        return fault or None
+            fault = describe_fault(what, error)
+        if not self._export.partitioned:
+            return fault
+        if fault:  # others may be stuck inside
+            self._control.notes.write(_note_of(self._control.rank), f"rank {self._control.rank}: {fault}")
+        faults = self._control.gather(fault)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
+
+    def _leave_word(self, hang: str) -> str:
+        """Tells the other ranks why this one ends, unless a rank has said more; returns what is known."""
+        notes, rank = self._control.notes, self._control.rank
+        if notes.read(_note_of(rank)) is None:
+            notes.write(_note_of(rank), f"rank {rank}: {hang}")
+        return self._words()
+
+    def _words(self) -> str:
+        """What ranks have said before they ended; empty if none has."""
+        said = (self._control.notes.read(_note_of(rank)) for rank in range(self._control.world_size))
+        return "; ".join(text for text in said if text)
 
     def _new_push(self, server: int, order: RoundOrder, handover: BucketHandover[WeightBucket]) -> ServerPush:
         distrusted = server in self._distrusted
@@ -207,9 +248,14 @@ class WeightSync:
         return seconds, None
 
     def _read(self, index: int, names: Sequence[str]) -> WeightBucket:
-        if self._export.partitioned:
-            self._control.broadcast({"gather": index})
-        return WeightBucket(self._export.read(names))
+        if not self._export.partitioned:
+            return WeightBucket(self._export.read(names))
+        self._control.broadcast({"gather": index})
+        tensors: list[tuple[str, torch.Tensor]] = []
+        fault = self._take_part("gathering weights", lambda: tensors.extend(self._export.read(names)))
+        if fault:
+            raise WeightSyncError(fault)
+        return WeightBucket(tensors)
 
     def _require_time_left(self, deadline: Deadline, export_seconds: float) -> None:
         """A round that ran out of time is the learner's fault if the time went into reading its weights."""
@@ -218,3 +264,7 @@ class WeightSync:
                 f"weights must be exported well within rollout.sync.timeout_s={self._timeout_s:g}, got "
                 f"{export_seconds:.1f} s for a part of them; raise it"
             )
+
+
+def _note_of(rank: int) -> str:
+    return f"end of rank {rank}"

@@ -91,7 +91,7 @@ def test_a_bucket_that_rank_zero_alone_cannot_export_leaves_no_rank_in_a_gather(
 ) -> None:
     first, second = (result["gather_fails"] for result in results)
     assert first == second
-    assert first["error"].startswith("WeightSyncError: weights must be finite")
+    assert first["error"].startswith("WeightSyncError: rank 0: weights must be finite")
     assert "tensor=2;" in first["error"]
     assert (first["version"], first["num_gathers"]) == (0, 3)
 

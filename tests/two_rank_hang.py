@@ -1,0 +1,91 @@
+"""One of two gloo ranks whose sync round gets stuck on one of them; started by ``test_round_watch.py``.
+
+The round is the real one. ``gather`` and ``canary``: rank 1 fails inside what both must do together, before it meets
+rank 0 there. ``main_thread``: rank 0 alone blocks for ever while it reads weights. Ends as ``train`` does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCanary
+
+from swift_stage2 import rollout_protocol, server_push, weight_sync
+from swift_stage2.collectives import join_control_group
+from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.round_watch import EXIT_HANG
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+
+TIMEOUT_S = 2.0
+COLLECTIVES_S = 300.0  # far longer than the test waits
+
+
+class StockSession(server_push.ServerSession):
+    """A server that answers everything."""
+
+    def info(self, deadline: Any) -> Any:
+        return rollout_protocol.ServerInfo(stock=True)
+
+    def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
+        return {"message": "status: True"}
+
+
+class FailsInAGather(GatheredExport):
+    def _gathered(self, own: Any) -> Any:
+        if RANK == 1 and self.num_gathers == 2:
+            raise RuntimeError("no memory")
+        return super()._gathered(own)
+
+
+class FailsInTheCanary(SilentCanary):
+    def answer(self) -> None:
+        if RANK == 1:
+            raise RuntimeError("no memory")
+        dist.all_reduce(torch.ones(1))
+
+
+class BlocksInACall(WeightExport):
+    def read(self, names: Any) -> Any:
+        ours, _theirs = socket.socketpair()
+        ours.recv(1)  # as a call to a device that never answers: outside of Python, its lock let go
+        raise AssertionError("nobody writes")
+
+
+def main(scenario: str) -> int:
+    store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False)
+    limit = datetime.timedelta(seconds=COLLECTIVES_S)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=limit)
+    module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
+    exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
+    server_push.ServerSession = StockSession  # type: ignore[misc]
+    weight_sync._WATCH_MARGIN_S = 1.0
+    sync = WeightSync(
+        [ServerEndpoint(URL, 10)],
+        control=join_control_group(COLLECTIVES_S),
+        export=exports[scenario](module),
+        canary=FailsInTheCanary() if scenario == "canary" else SilentCanary(),
+        make_transport=lambda info: OpenTransport(),  # type: ignore[arg-type,return-value]
+        run_id="run",
+        timeout_s=TIMEOUT_S,
+        bucket_mib=1,
+    )
+    try:
+        sync.run(1, [0])
+    except WeightSyncHang as hang:
+        print(f"raised: {hang}", file=sys.stderr, flush=True)
+        os._exit(EXIT_HANG)  # torch's own end could wait for the group
+    except WeightSyncError as error:
+        print(f"learner's fault: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
