@@ -23,6 +23,8 @@ from swift_stage2.server_session import Deadline, ServerSession
 _POLL_S = 0.001
 _CLOSE_TIMEOUT_S = 1.0
 _IS_LOST_TIMEOUT_S = 1.0
+# For a group to form, whatever the round's time: packets that a firewall drops are no refusal, and training waits.
+_JOIN_TIMEOUT_S = 60.0
 _ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
 
 
@@ -56,14 +58,14 @@ class GlooTransport:
             "timeout_s": deadline.remaining_s(),
         }
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
             joining = BackgroundCall(
-                lambda: WeightGroup(WeightGroup.LEARNER_RANK, host, port, deadline.remaining_s()),
-                "joining the weight group",
+                lambda: WeightGroup(WeightGroup.LEARNER_RANK, host, port, join_s), "joining the weight group"
             )
-            self._group = joining.result_within(deadline.remaining_s())
+            self._group = joining.result_within(join_s)
         except RuntimeError as error:
-            raise ServerFault(f"{session.base_url}: the weight group did not form: {error}") from error
+            raise _not_formed(session, host, port, error) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._group is None:
@@ -117,6 +119,7 @@ class StockTransport:
         session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
         body = {"host": host, "port": port, "world_size": world_size}
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
 
         def join() -> Any:
             group = StatelessProcessGroup.create(
@@ -124,17 +127,15 @@ class StockTransport:
                 port=port,
                 rank=world_size - 1,
                 world_size=world_size,
-                store_timeout=math.ceil(deadline.remaining_s()),
+                store_timeout=math.ceil(join_s),
             )
-            return self._connect(group, deadline)
+            return self._connect(group, join_s)
 
         try:
             joining = BackgroundCall(join, "joining the weight group")
-            self._communicator = joining.result_within(deadline.remaining_s())
+            self._communicator = joining.result_within(join_s)
         except (RuntimeError, OSError) as error:
-            raise ServerFault(
-                f"{session.base_url}: the weight group did not form at {host}:{port}: {error}"
-            ) from error
+            raise _not_formed(session, host, port, error) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._communicator is None:
@@ -191,15 +192,19 @@ class StockTransport:
             )
         return size
 
-    def _connect(self, group: Any, deadline: Deadline) -> Any:
+    def _connect(self, group: Any, timeout_s: float) -> Any:
         if self._device.type == "cpu":
-            return GlooCommunicator(group, timeout_s=deadline.remaining_s())
+            return GlooCommunicator(group, timeout_s=timeout_s)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         return PyNcclCommunicator(group, device=self._device)
 
     def _send_on_stream(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        """On a stream of its own: training shares the default one, and would wait for a server that is lost."""
+        """On a stream of its own: training shares the default one, and would wait for a server that is lost.
+
+        Returns or raises only when the transfer has left the device: one that stays there stops training at its next
+        allocation. So a transfer that also survives the end of its group is waited for, and the round calls it a hang.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # where ``flat`` is being written
@@ -208,7 +213,18 @@ class StockTransport:
         # The call above returns when the transfer is queued, not when it is done.
         finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
         finished.record(self._stream)
+        is_aborted = False
         while not finished.query():  # type: ignore[no-untyped-call]
-            if deadline.expired:
-                raise ServerFault("the server did not take the weights by the deadline")
+            if deadline.expired and not is_aborted:
+                self._communicator.destroy()  # vLLM's word for NCCL's abort; returns within seconds
+                is_aborted = True
             time.sleep(_POLL_S)
+        if is_aborted:
+            raise ServerFault("the server did not take the weights by the deadline")
+
+
+def _not_formed(session: ServerSession, host: str, port: int, error: Exception) -> ServerFault:
+    return ServerFault(
+        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts, is "
+        f"group_port={port} free on the server and open in every firewall?"
+    )

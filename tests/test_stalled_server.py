@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -219,3 +221,91 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
         assert (len(joins), len(closes)) == (3, 3)
         transport.close()
     never.set()
+
+
+@contextmanager
+def dropping_port() -> Iterator[int]:
+    """A port whose packets are dropped: Linux answers no SYN to a listener whose queue is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        probe = stack.enter_context(socket.socket())
+        probe.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            probe.connect(address)
+        yield address[1]
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The round has 300 s, of which 240 for calls."""
+    if kind == "stock":
+        pytest.importorskip("vllm")
+    monkeypatch.setattr(weight_transport, "_JOIN_TIMEOUT_S", 1.0)
+    export = WeightExport(torch.nn.Linear(2, 2))
+    stock = FakeRolloutServer(
+        on_get=lambda call: (
+            Answer(body=b'{"world_size": 1}') if call.path == protocol.WORLD_SIZE else Answer(status=404)
+        )
+    )
+    fake = answering_as_ours(export.manifest()) if kind == "ours" else stock
+    with fake as server, dropping_port() as port:
+        sync = WeightSync(
+            [ServerEndpoint(server.url, port)],
+            control=SingleRank(),
+            export=export,
+            canary=AnyCanary(),
+            make_transport=lambda info: StockTransport(CPU) if info.stock else GlooTransport(),
+            run_id="run",
+            timeout_s=300.0,
+            bucket_mib=1,
+        )
+        outcome = sync.run(1, [0])
+    assert outcome.failed == (0,)
+    assert f"is group_port={port} free on the server and open in every firewall?" in str(
+        outcome.reports[0].error
+    )
+    assert outcome.reports[0].seconds["connect"] < 30
+    assert outcome.seconds < 60
+
+
+class StuckTransfer:
+    """``torch.cuda.Event`` of a transfer that ends only once its group is aborted, if then."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        return bool(self._communicator.num_aborts)
+
+
+def test_a_transfer_that_the_server_never_takes_has_left_the_device_when_send_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No GPU here: stand-ins for stream and event. What a returned push leaves there would stop training later."""
+    communicator: Any = SimpleNamespace(rank=1, num_aborts=0, broadcast=lambda flat, src, stream: None)
+
+    def destroy() -> None:
+        communicator.num_aborts += 1
+
+    communicator.destroy = destroy
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: StuckTransfer(communicator))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    transport = StockTransport(torch.device("cuda"))
+    transport._communicator = communicator
+    with pytest.raises(ServerFault, match="did not take the weights by the deadline"):
+        transport._send_on_stream(torch.zeros(4, dtype=torch.uint8), Deadline(0.0))
+    assert communicator.num_aborts == 1
