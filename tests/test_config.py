@@ -333,6 +333,19 @@ def test_a_queue_that_outlives_its_packs_is_warned_about_with_the_useful_limit(t
     assert load(tmp_path, data).warnings == ()
 
 
+@pytest.mark.parametrize(("bucket_mib", "needed"), [(1, 11), (512, 16), (4000, 50)])
+def test_a_round_too_short_for_one_bucket_is_warned_about_with_the_seconds_it_needs(
+    tmp_path: Path, bucket_mib: int, needed: int
+) -> None:
+    data = changed("rollout.sync", {"timeout_s": needed - 0.5, "bucket_mib": bucket_mib})
+    (warning,) = load(tmp_path, data).warnings
+    assert f"timeout_s={needed - 0.5:g}" in warning
+    assert f"bucket_mib={bucket_mib}" in warning
+    assert f"write rollout.sync.timeout_s: {needed} or more" in warning
+    data["rollout"]["sync"]["timeout_s"] = needed
+    assert load(tmp_path, data).warnings == ()
+
+
 @given(st.integers(0, 1000), st.integers(1, 6), st.integers(1, 9), st.integers(1, 8))
 def test_the_useful_queue_limit_is_exact(
     thousandths: int, window: int, every: int, accumulation: int

@@ -21,6 +21,10 @@ from swift_stage2.config.yaml_text import read_yaml, write_yaml
 from swift_stage2.errors import ConfigError
 
 _WANTED_STEPS_IN_GRACE = 4
+# A round's own waits (a lost group, a busy server, the last calls) are of seconds; a bucket is copied, summed, sent
+# and taken, at this pace or better.
+_ROUND_FIXED_S = 10.0
+_SLOW_BUCKET_MIB_PER_S = 100.0
 
 # Keys of configurations from before this package, wherever they stand, and what says the same now.
 RETIRED_ANYWHERE = {"rollout_buffer": "stage2_ab.channel_b.prefetch"}
@@ -85,7 +89,7 @@ class Stage2Config:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Settings that work but waste something, each with the recommended value."""
-        if not self.b_enabled or self.gradient_accumulation_steps is None:
+        if not self.b_enabled:
             return ()
         inequalities = self.inequalities(self.gradient_accumulation_steps)
         return tuple(rule.message for rule in inequalities if rule.is_advice and not rule.holds)
@@ -106,6 +110,7 @@ class Stage2Config:
             self._control_timeout_inequality(),
             *between_steps,
             self._starvation_advice(),
+            self._round_time_advice(),
         )
 
     def useful_queue_limit(self, gradient_accumulation_steps: int) -> int:
@@ -193,6 +198,22 @@ class Stage2Config:
             refusal=f"grace_steps={starvation.grace_steps} holds so few wanted B steps that one which was skipped "
             "counts as starvation",
             remedy=f"write stage2_ab.starvation.grace_steps: {needed} or more",
+            is_advice=True,
+        )
+
+    def _round_time_advice(self) -> Inequality:
+        """A round with less fails or counts as hung although nothing is wrong: one bucket is the least it sends."""
+        sync = self.rollout.sync
+        needed = math.ceil(_ROUND_FIXED_S + sync.bucket_mib / _SLOW_BUCKET_MIB_PER_S)
+        return Inequality(
+            name="round time",
+            statement=f"sync.timeout_s >= {_ROUND_FIXED_S:g} + sync.bucket_mib / {_SLOW_BUCKET_MIB_PER_S:g}",
+            numbers=f"{sync.timeout_s:g} >= {_ROUND_FIXED_S:g} + {sync.bucket_mib} / "
+            f"{_SLOW_BUCKET_MIB_PER_S:g} = {needed}",
+            holds=sync.timeout_s >= needed,
+            refusal=f"rollout.sync.timeout_s={sync.timeout_s:g} is so short that a sound round may fail or be taken "
+            f"for a hang, which ends the run; got bucket_mib={sync.bucket_mib}",
+            remedy=f"write rollout.sync.timeout_s: {needed} or more, plus the seconds that all weights take",
             is_advice=True,
         )
 

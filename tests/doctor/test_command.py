@@ -95,6 +95,7 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
         "limit holds a step": "queue_limit >= gradient_accumulation_steps: 6 >= 2",
         "useful limit": "6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
         "starvation grace": "200 * 0.25 = 50",
+        "round time": "30 >= 10 + 512 / 100 = 16",
         "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
         "devices": "learner: CPU only; server 0: CPU only",
         "server 0: ports": f"ports {port} and {group_port} are free",
