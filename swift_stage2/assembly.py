@@ -284,6 +284,7 @@ def _build_channel_b(
         run_id=run_id,
         canary={"messages": [{"role": "user", "content": "ping"}]},
         full_share=rollout.max_inflight_per_server,
+        is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
     )
     pipelines: list[Pipeline] = []
 
@@ -336,7 +337,15 @@ def _build_channel_b(
             max_backoff_steps=rollout.sync.max_backoff_steps,
         ),
         sync=sync,
-        probe=SuspectProbe(rank=control.rank, api_key=api_key, find_lost=sync.lost_servers),
+        probe=SuspectProbe(
+            rank=control.rank,
+            api_key=api_key,
+            find_lost=sync.lost_servers,
+            # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
+            on_lost=lambda server: control.notes.write(
+                _note_of_loss(base_urls[server], clock.current), "lost"
+            ),
+        ),
         abort=PendingAbort(
             enabled=rollout.sync.on_pending is OnPending.ABORT,
             rank=control.rank,
@@ -369,6 +378,10 @@ def transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | N
     if not info.stock:
         return GlooTransport()
     return StockTransport(next(module.parameters()).device, api_key)
+
+
+def _note_of_loss(base_url: str, version: int) -> str:
+    return f"lost: {base_url} at version {version}"
 
 
 def _wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:

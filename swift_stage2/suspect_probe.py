@@ -23,7 +23,8 @@ class SuspectProbe:
     """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing.
 
     ``find_lost`` names servers, by index, that what is kept of the last round has lost: a stock server that was
-    restarted between two calls has no other sign. It must return within a few seconds.
+    restarted between two calls has no other sign. It must return within a few seconds. ``on_lost`` gets each of them,
+    once between two rounds, on the probe's thread.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class SuspectProbe:
         api_key: str | None,
         interval_s: float = 1.0,
         find_lost: Callable[[], Sequence[int]] = tuple,
+        on_lost: Callable[[int], None] = lambda server: None,
     ) -> None:
         self._active = rank == 0
         self._api_key = api_key
         self._interval_s = interval_s
         self._find_lost = find_lost
+        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._watched: tuple[str, ...] = ()
         self._answering: frozenset[str] = frozenset()
@@ -115,7 +118,10 @@ class SuspectProbe:
         try:
             found = frozenset(self._find_lost())
             with self._changed:
+                news = found - self._lost
                 self._lost = self._lost | found
+            for server in sorted(news):
+                self._on_lost(server)
         finally:
             self._asking.release()
 

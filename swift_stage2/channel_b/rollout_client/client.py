@@ -50,13 +50,16 @@ class RolloutClient:
         stop: threading.Event | None = None,
         full_share: int = 1,
         on_abandoned: Callable[[str], None] = lambda url: None,
+        is_lost: Callable[[str, int], bool] = lambda url, version: False,
     ) -> None:
         """No server is proven at first.
 
         ``ticket_timeout_s`` is one slice of the wait for a ticket; between slices ``stop`` is looked at. ``canary`` is
         a request that any sound server answers, for a server that has not answered anything yet. ``run_id`` is what
         our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
-        fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held.
+        fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held. ``is_lost`` says
+        of a base URL whether what was proven there for a version is known to have ended: a stock server's answers do
+        not tell who gives them.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
@@ -75,6 +78,7 @@ class RolloutClient:
             run_id=run_id,
             canary=canary,
             on_abandoned=on_abandoned,
+            is_lost=is_lost,
         )
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}

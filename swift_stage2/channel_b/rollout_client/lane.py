@@ -48,6 +48,7 @@ class LaneSettings:
     run_id: str | None
     canary: Request | None
     on_abandoned: Callable[[str], None]
+    is_lost: Callable[[str, int], bool]
 
 
 class ServerLane:
@@ -151,6 +152,12 @@ class ServerLane:
 
     def _doubt(self, result: PostResult, version: int) -> PostResult:
         objection = self.trust.objection(result.completions, version=version, run_id=self._settings.run_id)
+        is_stamped = all(completion.incarnation is not None for completion in result.completions)
+        # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
+        if objection is None and not is_stamped and self._settings.is_lost(self.base_url, version):
+            objection = (
+                f"the process that the round of version {version} proved was lost; who answers is another"
+            )
         if objection is None:
             return result
         return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {objection}")
