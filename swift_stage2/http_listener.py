@@ -1,6 +1,6 @@
 """What every server process of ours does at its door: binds exactly, warns when it is open, checks the key.
 
-Used by the rollout server and the merger before they serve.
+It also ends in order: what it works on first, then its connections. Used by the rollout server and the merger.
 """
 
 from __future__ import annotations
@@ -8,15 +8,48 @@ from __future__ import annotations
 import ipaddress
 import logging
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 
-from fastapi import HTTPException, Request
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
 
 from swift_stage2.errors import UserError
 
 _log = logging.getLogger(__name__)
 _LISTEN_BACKLOG = 128
+_KEEP_ALIVE_S = 120
+SHUTDOWN_GRACE_S = 5
+"""For open calls, once the server was asked to end."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that ends the work behind ``app`` before it waits for open connections."""
+
+    def __init__(self, app: FastAPI, end_work: Callable[[], object]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._end_work = end_work
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end_work()
+        await super().shutdown(sockets)
+
+    def serve_on(self, listener: socket.socket) -> None:
+        """Returns after SIGTERM, Ctrl-C or ``should_exit``; on the process's main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again when it has shut down; the exit status stays ours.
+            signal.signal(number, lambda *_: setattr(self, "should_exit", True))
+        self.run(sockets=[listener])
 
 
 def bind(host: str, port: int) -> socket.socket:

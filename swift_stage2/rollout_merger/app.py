@@ -10,15 +10,12 @@ import argparse
 import logging
 import math
 import os
-import signal
-import socket
 from collections.abc import Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
-import uvicorn
-
 from swift_stage2.errors import UserError
-from swift_stage2.http_listener import bind, configure_logging, warn_when_open
+from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
@@ -26,30 +23,7 @@ from swift_stage2.rollout_merger.silence_watch import SilenceWatch
 from swift_stage2.rollout_merger.upstream import Upstream
 
 _log = logging.getLogger(__name__)
-_GRACE_S = 5
-_KEEP_ALIVE_S = 120
 _MAX_REQUESTS_PER_POST = 4096  # room that every rank leaves behind each of its seeds
-
-
-class MergerServer(uvicorn.Server):
-    """uvicorn that fails what waits before it waits for open connections."""
-
-    def __init__(self, dispatcher: Dispatcher, api_key: str | None) -> None:
-        super().__init__(
-            uvicorn.Config(
-                create_app(dispatcher, api_key),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=_GRACE_S,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
-        )
-        self._dispatcher = dispatcher
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._dispatcher.close(_GRACE_S)
-        await super().shutdown(sockets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,15 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout=layout,
         needs_weights=arguments.needs_weights,
     )
-    server = MergerServer(dispatcher, api_key)
+    server = HttpServer(create_app(dispatcher, api_key), partial(dispatcher.close, SHUTDOWN_GRACE_S))
     host, port = listener.getsockname()[:2]
     _log.info("merging calls to %s on http://%s:%s", upstream.base_url, host, port)
     dispatcher.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises the signal again when it has shut down; the exit status stays ours.
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     with SilenceWatch(upstream.base_url, _log.warning):
-        server.run(sockets=[listener])
+        server.serve_on(listener)
     return 0
 
 

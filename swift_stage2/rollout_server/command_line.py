@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import Engine
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -40,10 +39,7 @@ class LoadingEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """One server to run. ``start_engine`` begins to load and does not wait for it.
-
-    It raises UserError for options that the engine's own parser refuses.
-    """
+    """One server to run. ``start_engine`` begins to load and returns at once."""
 
     host: str
     port: int  # 0 takes any free one
@@ -142,23 +138,8 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         port=options.port,
         api_key=options.api_key or os.environ.get(options.api_key_env) or None,
         has_children=True,
-        start_engine=lambda: _start_vllm(swift_argv, model),
+        start_engine=lambda: VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model),
     )
-
-
-def _start_vllm(swift_argv: Sequence[str], model: str) -> VllmRolloutEngine:
-    """The engine, once ms-swift's parser can read the options: importing it takes seconds, loading a model minutes.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    declare_operators()  # before ms-swift imports torchvision
-    from swift.arguments import RolloutArguments
-
-    from swift_stage2.swift_parsing import refuse_unreadable
-
-    refuse_unreadable(swift_argv, RolloutArguments, where="the command line")
-    return VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model)
 
 
 def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
