@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 from fake_rollout_server import FakeRolloutServer, request
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.http_listener import bind
-from swift_stage2.rollout_merger.app import MergerServer
+from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
+from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
 
 LONGEST_WAIT_S = 20.0
@@ -106,7 +107,7 @@ def live_merger(
     )
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = MergerServer(dispatcher, api_key)
+    server = HttpServer(create_app(dispatcher, api_key), partial(dispatcher.close, SHUTDOWN_GRACE_S))
     dispatcher.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.collectives import WeightGroup
 from swift_stage2.cpu_torchvision import declare_operators
-from swift_stage2.http_listener import bind
+from swift_stage2.http_listener import HttpServer, bind
 from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
-from swift_stage2.rollout_server.app import RolloutServer
+from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.weight_export import WeightExport, flatten
 
@@ -98,7 +98,7 @@ def serve(engine: Any, api_key: str | None = None) -> Iterator[RunningServer]:
     service = RolloutService(engine)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = RolloutServer(service, api_key=api_key)
+    uvicorn_server = HttpServer(create_app(service, api_key), service.engine.abort)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

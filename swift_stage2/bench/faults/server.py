@@ -22,12 +22,14 @@ from swift_stage2.bench.servers import ServerKind, server_arguments, server_envi
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, held_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job
+from swift_stage2.launch.ports import is_quiet
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.shared_memory import mapped_by
 
 START_DEADLINE_S = 600.0
 _GRACE_S = 20.0
 _KILL_DEADLINE_S = 20.0
+_QUIET_DEADLINE_S = 150.0  # the system keeps connections for a minute after they closed
 _ASK_TIMEOUT_S = 2.0
 _ASK_EVERY_S = 0.5
 _HOST = "127.0.0.1"
@@ -91,7 +93,8 @@ class TestedServer:
         return self._tree is not None and self._tree.poll() is None
 
     def start(self, model: Path = STAGE1) -> None:
-        """Starts it and returns at once."""
+        """Starts it; a stock server once it would get its port, and not silently the next one."""
+        self._wait_for_quiet_port()
         self._num_started += 1
         self.started_at = time.time()
         self._seen, self.shared_memory = [], set()
@@ -174,6 +177,15 @@ class TestedServer:
         processes, shared_memory = self._killed, self._killed_shared_memory
         self._killed, self._killed_shared_memory = [], set()
         return leftovers.look(processes, (), shared_memory, patience_s)
+
+    def _wait_for_quiet_port(self) -> None:
+        end = time.monotonic() + _QUIET_DEADLINE_S
+        while self.kind is ServerKind.STOCK and not is_quiet(self.port):
+            self._moment()
+            if time.monotonic() >= end:
+                raise ChildFailed(
+                    f"port {self.port} must be quiet for a stock server, is not after {_QUIET_DEADLINE_S:.0f} s"
+                )
 
     def _wait_for_warden(self, tree: ProcessTree) -> None:
         end = time.monotonic() + _GRACE_S + _KILL_DEADLINE_S
