@@ -20,8 +20,8 @@ from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
-from swift_stage2.http_listener import bind, warn_when_open
-from swift_stage2.rollout_server.app import RolloutServer
+from swift_stage2.http_listener import HttpServer, bind, warn_when_open
+from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
@@ -74,7 +74,7 @@ def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
     """A second server on the same engine that wants a key."""
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = RolloutServer(RolloutService(loaded_engine), KEY)
+    server = HttpServer(create_app(RolloutService(loaded_engine), KEY), loaded_engine.abort)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=CALL_TIMEOUT_S, trust_env=False) as http:

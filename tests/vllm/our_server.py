@@ -16,9 +16,9 @@ from live_server import CALL_TIMEOUT_S, RunningServer
 from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
 
 from swift_stage2 import rollout_protocol
-from swift_stage2.http_listener import bind
-from swift_stage2.rollout_server.app import RolloutServer
+from swift_stage2.http_listener import HttpServer, bind
 from swift_stage2.rollout_server.command_line import parse_command
+from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 
 
@@ -77,7 +77,7 @@ def _routes(engine: object) -> Iterator[RunningServer]:
     service = RolloutService(engine)  # type: ignore[arg-type]
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = RolloutServer(service, api_key=None)
+    uvicorn_server = HttpServer(create_app(service, None), service.engine.abort)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
