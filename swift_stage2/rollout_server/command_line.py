@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import Engine
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -143,9 +144,20 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
 
 
 def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
-    """What builds ms-swift's engine for these arguments of ``swift rollout``."""
+    """What builds ms-swift's engine for these arguments of ``swift rollout``.
+
+    It raises ConfigError for those that ms-swift's parser cannot read.
+    """
 
     def build() -> VllmGenerator:
+        declare_operators()  # before ms-swift imports torchvision
+        from swift.arguments import RolloutArguments
+
+        from swift_stage2.swift_parsing import refuse_unreadable
+
+        refuse_unreadable(
+            swift_argv, RolloutArguments, where="the command line"
+        )  # vLLM takes longer to import
         from swift_stage2.rollout_server.vllm_generator import build_generator
 
         return build_generator(swift_argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,14 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
         (["--qqqq"], "got 'qqqq'; remove it"),
     ],
 )
-def test_an_option_that_ms_swift_cannot_read_is_one_line_and_status_2_before_anything_is_loaded(
-    option: list[str], told: str, built: list[Any], capsys: pytest.CaptureFixture[str]
+def test_an_option_that_ms_swift_cannot_read_is_told_before_vllm_is_imported(
+    option: list[str], told: str
 ) -> None:
-    with pytest.raises(UserError):
-        parse_command(["--engine", "vllm", str(MODEL), *option]).start_engine()
-    assert built == []
-    assert main(["rollout", "--engine", "vllm", str(MODEL), *option, "--port", "0"]) == 2
-    error = capsys.readouterr().err
-    assert error.splitlines()[-1].startswith("swift-stage2 rollout: error: ")
-    assert told in error
-    assert "usage" not in error
+    with pytest.raises(UserError) as refused:
+        command_line.swift_rollout_builder(["--model", str(MODEL), *option])()
+    assert told in str(refused.value)
+    assert "usage" not in str(refused.value)
+    assert "swift_stage2.rollout_server.vllm_generator" not in sys.modules
 
 
 def test_a_model_id_is_left_to_ms_swift(built: list[Any]) -> None:
