@@ -1,7 +1,8 @@
 """The receiving end of a raw broadcast, as a process of its own; started by ``bench sync``.
 
-``python -m swift_stage2.bench.raw_peer TRANSPORT PORT NUM_BYTES…`` receives these buckets again and again until
-the sender has gone. Buffers are allocated and touched before the first broadcast.
+``python -m swift_stage2.bench.raw_peer TRANSPORT MEMORY PORT NUM_BYTES…`` receives these buckets again and again
+until the sender has gone. MEMORY is ``kept``: buffers are allocated and touched before the first broadcast; or
+``new``: one is allocated for every broadcast, as stock ``swift rollout`` does, and its pages come while it is filled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
 OURS = "ours"
 STOCK = "stock"
+KEPT = "kept"
+NEW = "new"
 
 
 class RawSender:
@@ -44,11 +47,11 @@ class RawSender:
 
 def main(argv: Sequence[str]) -> int:
     """Receives until the sender has gone."""
-    transport, port, *sizes = argv
-    buffers = [torch.ones(int(size), dtype=torch.uint8) for size in sizes]
+    transport, memory, port, *sizes = argv
+    kept = [torch.ones(int(size), dtype=torch.uint8) for size in sizes] if memory == KEPT else []
     group = _join(transport, int(port), WeightGroup.SERVER_RANK)
     while True:
-        for buffer in buffers:
+        for buffer in kept or (torch.empty(int(size), dtype=torch.uint8) for size in sizes):
             try:
                 if isinstance(group, WeightGroup):
                     group.broadcast(buffer)

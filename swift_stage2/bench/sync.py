@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.bench.raw_peer import OURS, STOCK, RawSender
+from swift_stage2.bench.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
 from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.bench.sized_model import write_model
 from swift_stage2.collectives import SingleRank
@@ -109,7 +109,9 @@ class SyncMeasurement:
     server: str
     num_bytes: int
     raw: list[float]
-    """Raw broadcasts of the same buckets."""
+    """Raw broadcasts of the same buckets, into memory that the receiver keeps."""
+    raw_into_new: list[float]
+    """The same, into memory that the receiver allocates each time."""
     broadcast: list[float]
     """Inside the round's transport."""
     rounds: list[dict[str, float]]
@@ -119,6 +121,11 @@ class SyncMeasurement:
     def ratios(self) -> list[float]:
         """Broadcast phase over the raw broadcast before it."""
         return [ours / raw for ours, raw in zip(self.broadcast, self.raw, strict=True)]
+
+    @property
+    def ratios_to_new(self) -> list[float]:
+        """Broadcast phase over the raw broadcast into new memory before it."""
+        return [ours / raw for ours, raw in zip(self.broadcast, self.raw_into_new, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 server = servers.start(kind, model=model)
                 measured.append(measure(servers, server, model, arguments.repeats))
         shutil.rmtree(model)
-    report = [asdict(each) | {"ratios": each.ratios} for each in measured]
+    report = [
+        asdict(each) | {"ratios": each.ratios, "ratios_to_new": each.ratios_to_new} for each in measured
+    ]
     (directory / "sync.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
     Console().print(sync_table(measured))
     return 0
@@ -171,30 +180,48 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
         bucket_mib=_BUCKET_MIB,
     )
     flats = [flatten(export.read(names))[0] for names in export.plan(_BUCKET_MIB * _MIB)]
-    (port,) = free_ports(1)
-    transport = STOCK if stock else OURS
-    peer = ("-m", "swift_stage2.bench.raw_peer", transport, str(port), *(str(flat.numel()) for flat in flats))
-    servers.start_process("raw-peer", (sys.executable, "-u", *peer))
-    sender = RawSender(transport, port)
+    to_kept, to_new = (
+        _start_peer(servers, STOCK if stock else OURS, memory, flats) for memory in (KEPT, NEW)
+    )
     versions = count(1)
-    raw, broadcast, rounds = [], [], []
+    raw, raw_into_new, broadcast, rounds = [], [], [], []
     for repetition in range(repeats + 1):
-        started = time.perf_counter()
-        for flat in flats:
-            sender.send(flat)
-        raw_seconds = time.perf_counter() - started
+        raw_seconds, new_seconds = _seconds_to_send(to_kept, flats), _seconds_to_send(to_new, flats)
         in_transport.clear()
         phases = _phases(sync.run(next(versions), [0]))
         if repetition:
             raw.append(raw_seconds)
+            raw_into_new.append(new_seconds)
             broadcast.append(sum(in_transport))
             rounds.append(phases)
-    sender.close()
+    for sender in (to_kept, to_new):
+        sender.close()
     sync.close()
-    num_bytes = sum(flat.numel() for flat in flats)
     return SyncMeasurement(
-        server=server.kind.value, num_bytes=num_bytes, raw=raw, broadcast=broadcast, rounds=rounds
+        server=server.kind.value,
+        num_bytes=sum(flat.numel() for flat in flats),
+        raw=raw,
+        raw_into_new=raw_into_new,
+        broadcast=broadcast,
+        rounds=rounds,
     )
+
+
+def _start_peer(
+    servers: BenchServers, transport: str, memory: str, flats: Sequence[torch.Tensor]
+) -> RawSender:
+    (port,) = free_ports(1)
+    sizes = [str(flat.numel()) for flat in flats]
+    peer = ("-m", "swift_stage2.bench.raw_peer", transport, memory, str(port), *sizes)
+    servers.start_process(f"raw-peer-{memory}", (sys.executable, "-u", *peer))
+    return RawSender(transport, port)
+
+
+def _seconds_to_send(sender: RawSender, flats: Sequence[torch.Tensor]) -> float:
+    started = time.perf_counter()
+    for flat in flats:
+        sender.send(flat)
+    return time.perf_counter() - started
 
 
 def sync_table(measured: Sequence[SyncMeasurement]) -> Table:
@@ -205,11 +232,10 @@ def sync_table(measured: Sequence[SyncMeasurement]) -> Table:
         table.add_column(f"{each.server}\n{each.num_bytes / _MIB:.0f} MiB", justify="right")
     rows = {
         "raw broadcast": [f"{np.median(each.raw):.4f}" for each in measured],
+        "raw broadcast into new memory": [f"{np.median(each.raw_into_new):.4f}" for each in measured],
         "broadcast phase": [f"{np.median(each.broadcast):.4f}" for each in measured],
-        "ratio": [f"{np.median(each.ratios):.2f}" for each in measured],
-        "ratio, quartiles": [
-            "{:.2f}..{:.2f}".format(*np.percentile(each.ratios, (25, 75))) for each in measured
-        ],
+        "ratio to raw": [_with_quartiles(each.ratios) for each in measured],
+        "ratio to raw into new memory": [_with_quartiles(each.ratios_to_new) for each in measured],
         "budget": [
             f"{BUDGET}" if each.num_bytes > 0.99 * BUDGET_FROM_MIB * _MIB else "" for each in measured
         ],
@@ -218,6 +244,10 @@ def sync_table(measured: Sequence[SyncMeasurement]) -> Table:
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
+
+
+def _with_quartiles(ratios: Sequence[float]) -> str:
+    return "{1:.2f} ({0:.2f}..{2:.2f})".format(*np.percentile(ratios, (25, 50, 75)))
 
 
 def _median_phase(measurement: SyncMeasurement, name: str) -> str:
