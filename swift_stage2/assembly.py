@@ -84,10 +84,10 @@ class Stage2Run:
         self.telemetry.clock.switch(Activity.BUSY)
         self.learner.start()
 
-    def end_step(self, step: int, epoch: float | None, loss: float | None) -> None:
+    def end_step(self, step: int, epoch: float | None) -> None:
         """Called on all ranks after optimizer step number ``step`` (from 1)."""
         if step % self._logging_steps == 0:
-            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch, loss=loss)
+            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch)
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""

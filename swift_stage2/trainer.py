@@ -343,10 +343,15 @@ class _Stage2Callback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._trainer.stage2 is not None
-        self._trainer.stage2.end_step(state.global_step, state.epoch, None)
+        self._trainer.stage2.end_step(state.global_step, state.epoch)
         if self._trainer.stop_agreed:
             control.should_training_stop = True
             control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")  # evaluations and the end of training are logged without one
+        if loss is not None and self._trainer.stage2 is not None:
+            self._trainer.stage2.telemetry.record_loss(state.global_step, float(loss))
 
 
 class _StopSignals:

@@ -75,12 +75,10 @@ class RunProgress:
             case "round" if record["rank"] == 0:
                 self._take_round(record)
             case "metrics" if record["rank"] == 0:
-                loss, epoch = record.get("loss"), record.get("epoch")
-                self.state = replace(
-                    self.state,
-                    loss=self.state.loss if loss is None else loss,
-                    epoch=self.state.epoch if epoch is None else epoch,
-                )
+                epoch = record.get("epoch")
+                self.state = replace(self.state, epoch=self.state.epoch if epoch is None else epoch)
+            case "loss" if record["rank"] == 0:
+                self.state = replace(self.state, loss=float(record["loss"]))
             case "warning":
                 self._take_warning(str(record["message"]))
 

@@ -101,6 +101,12 @@ class Telemetry:
         self._tracker.round(step, outcome)
         self._show()
 
+    def record_loss(self, step: int, loss: float) -> None:
+        """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
+        self.audit.write("loss", step=step, loss=loss)
+        self._tracker.loss(loss)
+        self._show()
+
     def record_warning(self, message: str) -> None:
         """Log a warning, and keep it for the audit and the live view."""
         logger.warning("%s", message)
@@ -114,7 +120,6 @@ class Telemetry:
         sum_across_ranks: SumAcrossRanks,
         *,
         epoch: float | None = None,
-        loss: float | None = None,
     ) -> dict[str, float]:
         """One logging step: add all ranks' numbers up, and write them on rank 0. Called on all ranks alike.
 
@@ -126,11 +131,11 @@ class Telemetry:
         values = scalars.scalars_of_merge(merged, self._window_start)
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
-        self._audit_metrics(step, numbers, activity_ns, epoch, loss)
+        self._audit_metrics(step, numbers, activity_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
-        self._tracker.merge(merged, epoch=epoch, loss=loss)
+        self._tracker.merge(merged, epoch=epoch)
         self._show()
         return values
 
@@ -154,7 +159,7 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None, None)
+        self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
         self.audit.close()
         if self._board is not None:
             self._flush_plans()
@@ -174,13 +179,11 @@ class Telemetry:
         numbers: Mapping[str, float],
         activity_ns: Mapping[Activity, int],
         epoch: float | None,
-        loss: float | None,
     ) -> None:
         self.audit.write(
             "metrics",
             step=step,
             epoch=epoch,
-            loss=loss,
             numbers=numbers,
             activity_ns=activity_ns,
             wall_ns=self.clock.wall_ns,

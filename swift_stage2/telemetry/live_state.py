@@ -90,7 +90,7 @@ class LiveTracker:
             round_pending=facts.round_pending,
         )
 
-    def merge(self, merged: MergedMetrics, *, epoch: float | None, loss: float | None) -> None:
+    def merge(self, merged: MergedMetrics, *, epoch: float | None) -> None:
         """Take in the numbers of all ranks."""
         now, num_rollouts = self._now_s(), merged.values["rollouts_received"]
         rate = None
@@ -102,11 +102,14 @@ class LiveTracker:
         self.state = replace(
             self.state,
             epoch=self.state.epoch if epoch is None else epoch,
-            loss=self.state.loss if loss is None else loss,
             queue_depths=tuple(None if depth is None else int(depth) for depth in depths),
             queue_limit=None if limit is None else int(limit),
             rollouts_per_s=rate,
         )
+
+    def loss(self, loss: float) -> None:
+        """Take in the loss that was logged last."""
+        self.state = replace(self.state, loss=loss)
 
     def round(self, step: int, outcome: RoundFacts) -> None:
         """Take in a round that has ended."""

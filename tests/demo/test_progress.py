@@ -39,6 +39,10 @@ def test_the_state_is_what_the_ranks_wrote(tmp_path: Path) -> None:
     assert state.last_round is not None
     assert (state.last_round.version, state.last_round.seconds, state.last_round.num_proven) == (1, 1.5, 1)
     assert state.warnings == ("slow",)
+    assert state.loss is None
+    for rank, telemetry in enumerate(ranks):
+        telemetry.record_loss(3, 0.25 + rank)
+    assert progress.refresh().loss == 0.25
     for telemetry in ranks:
         telemetry.close()
 

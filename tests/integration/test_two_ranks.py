@@ -48,6 +48,14 @@ def test_channel_b_runs_on_most_wanted_steps(long_run: LearnerRun) -> None:
     assert len(run) >= 0.8 * len(wanted), [record["skip_reason"] for record in wanted]
 
 
+def test_every_logged_loss_is_in_the_audit_of_every_rank(long_run: LearnerRun) -> None:
+    losses = [(record["step"], record["loss"]) for record in long_run.audit(0, "loss")]
+    assert losses == [(record["step"], record["loss"]) for record in long_run.audit(1, "loss")]
+    logged = [record["step"] for record in long_run.audit(0, "metrics") if record["step"] is not None]
+    assert [step for step, _ in losses] == [1, *logged]  # ms-swift logs the first step, too
+    assert all(loss > 0 for _, loss in losses)
+
+
 def test_weights_are_bit_equal_across_ranks(long_run: LearnerRun) -> None:
     assert _weights(long_run, 0) == _weights(long_run, 1)
 

@@ -153,10 +153,11 @@ def test_the_tracker_follows_a_run() -> None:
     assert tracker.state.eta_s is None
     seconds.now = 2.0
     tracker.step(step(1, skipped()))
-    tracker.merge(merged(100, (4, None)), epoch=0.5, loss=None)
+    tracker.merge(merged(100, (4, None)), epoch=0.5)
     seconds.now = 4.0
     tracker.step(step(2, PLAN_B, version=3, packs=(pack(version=1),)))
-    tracker.merge(merged(110, (4, 2)), epoch=None, loss=0.5)
+    tracker.merge(merged(110, (4, 2)), epoch=None)
+    tracker.loss(0.25)
     tracker.round(2, round_outcome(4, True, False))
     for number in range(5):
         tracker.warning(f"w{number}")
@@ -166,6 +167,6 @@ def test_the_tracker_follows_a_run() -> None:
     assert (state.version, state.version_lag) == (3, 2)
     assert (state.queue_depth_min, state.queue_depths, state.queue_limit) == (2, (4, 2), 8)
     assert state.rollouts_per_s == 5.0
-    assert (state.epoch, state.loss) == (0.5, 0.5)
+    assert (state.epoch, state.loss) == (0.5, 0.25)
     assert state.last_round == LastRound(step=2, version=4, seconds=1.0, num_proven=1, num_servers=2)
     assert state.warnings == ("w2", "w3", "w4")

@@ -44,7 +44,7 @@ class Ranks:
         results: list[dict[str, float]] = [{} for _ in self.telemetry]
 
         def work(rank: int) -> None:
-            results[rank] = self.telemetry[rank].merge_and_write(at, self._sum(rank), epoch=0.5, loss=0.25)
+            results[rank] = self.telemetry[rank].merge_and_write(at, self._sum(rank), epoch=0.5)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.telemetry))]
         for thread in threads:
