@@ -51,23 +51,28 @@ class Feeding:
         return float(self.b_ratio) * self.rollouts_per_b_step
 
     @property
-    def prompts_per_production(self) -> int:
+    def prompts_per_post(self) -> int:
         """What one rank asks for at once: its share of the servers, and no more than the target."""
         share = max_prompts_in_flight(self.max_inflight_per_server, self.num_servers, self.num_ranks)
         return min(share, math.ceil(self.prefetch_target_packs * self.samples_per_pack))
 
     @property
+    def posts_per_production(self) -> int:
+        """POSTs, one after another, until a rank can fill a pack: more than one where a pack holds more samples."""
+        return math.ceil(self.samples_per_pack / self.prompts_per_post)
+
+    @property
     def packs_per_production(self) -> int:
-        """Packs that one rank's production makes."""
-        return max(1, int(self.prompts_per_production / self.samples_per_pack))
+        """Full packs that one rank's production makes."""
+        return max(1, int(self.prompts_per_post / self.samples_per_pack))
 
     @property
     def production_s(self) -> float:
-        """What such productions of all ranks take, between the two sizes that were timed."""
-        per_server = self.prompts_per_production * self.num_ranks / self.num_servers
+        """What such productions of all ranks take; a POST lies between the two sizes that were timed."""
+        per_server = self.prompts_per_post * self.num_ranks / self.num_servers
         full = max(2, self.max_inflight_per_server)
         share = min(1.0, max(0.0, (per_server - 1) / (full - 1)))
-        return self.single_s + share * max(0.0, self.batch_s - self.single_s)
+        return self.posts_per_production * (self.single_s + share * max(0.0, self.batch_s - self.single_s))
 
     @property
     def window(self) -> int:
@@ -85,7 +90,7 @@ class Feeding:
         return max(by_rate, high)
 
     def production(self, step_s: float) -> float:
-        """Steps that pass while one full batch is made: the age of its packs when they arrive."""
+        """Steps that pass while its packs are made: their age when they arrive."""
         return self.production_s / step_s
 
     def load(self, step_s: float) -> float:
@@ -123,9 +128,12 @@ def check_need(feeding: Feeding) -> Outcome[Feeding]:
 
 def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
     """Whether production keeps up; without a step time, from which one on it does."""
+    posts = feeding.posts_per_production
+    calls = f"{posts} POSTs" if posts > 1 else "a POST"
+    made = f"{feeding.packs_per_production} pack(s) in {feeding.production_s:.2f} s"
     bound = (
-        f"B is fed if a step takes {feeding.shortest_step_s:.2f} s or more (a production takes "
-        f"{feeding.production_s:.2f} s and makes {feeding.packs_per_production} pack(s) a rank)"
+        f"B is fed if a step takes {feeding.shortest_step_s:.2f} s or more (on every rank {calls} of "
+        f"{feeding.prompts_per_post} rollouts fill {made})"
     )
     if step_s is None:
         return ok(f"{bound}; --step-seconds S says whether yours does")
@@ -153,7 +161,8 @@ def check_age(feeding: Feeding, step_s: float | None) -> Outcome[None]:
             f"packs arrive within {window} if a step takes {feeding.production_s / feeding.window:.2f} s or more"
         )
     steps = feeding.production(step_s)
-    found = f"packs arrive {feeding.production_s:.2f} s / {step_s:g} s = {steps:.1f} steps after their POST; {window}"
+    age = f"{feeding.production_s:.2f} s / {step_s:g} s = {steps:.1f} steps"
+    found = f"packs arrive {age} after their first POST; {window}"
     if steps <= max(feeding.window, 1):
         return ok(found)
     needed = math.ceil(steps / feeding.sync_every_steps)
@@ -204,7 +213,9 @@ def _reason(name: str, feeding: Feeding, step_s: float | None) -> str:
         return "one batch fills a B step, or as many more as the load asks for"
     steps = feeding.production(step_s or 1.0)
     if name == "version_window":
-        return f"ceil({steps:.1f} steps / {feeding.sync_every_steps})"
+        needed = math.ceil(steps / feeding.sync_every_steps)
+        found = f"packs of age {steps:.1f} steps / sync_every_steps {feeding.sync_every_steps} need {needed}"
+        return f"{found}; as written" if needed < feeding.version_window else found
     if name == "queue_limit":
         return f"room for that target, at most {n} packs for each B step within the window"
     return f"{n} packs for each B step that a production's {steps:.1f} steps span"

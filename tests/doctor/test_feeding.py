@@ -49,11 +49,30 @@ def test_the_need_is_counted_over_packs_ranks_and_samples() -> None:
 
 
 def test_a_production_is_a_ranks_share_or_its_target() -> None:
-    assert FEEDING.prompts_per_production == 16  # 16 * 2 servers / 2 ranks; the target would be 20
+    assert FEEDING.prompts_per_post == 16  # 16 * 2 servers / 2 ranks; the target would be 20
     assert FEEDING.production_s == pytest.approx(4.0)
     few = replace(FEEDING, max_inflight_per_server=64)
-    assert few.prompts_per_production == 20
+    assert few.prompts_per_post == 20
     assert few.production_s == pytest.approx(1.0 + 3.0 * 19 / 63)
+
+
+def test_a_pack_of_more_samples_than_a_post_asks_for_takes_several_posts() -> None:
+    large = replace(FEEDING, samples_per_pack=64.0)
+    assert (large.prompts_per_post, large.posts_per_production, large.packs_per_production) == (16, 4, 1)
+    assert large.production_s == pytest.approx(4 * 4.0)
+    assert "4 POSTs of 16 rollouts fill 1 pack(s) in 16.00 s" in check_rate(large, None).found
+    assert "16.00 s / 1 s = 16.0 steps" in check_age(large, 1.0).found
+    assert check_age(large, 1.0).verdict is Verdict.WARNING, "after one POST of 4 s it would seem fresh"
+    assert large.shortest_step_s > 3.9 * FEEDING.shortest_step_s
+
+
+def test_the_reason_for_a_window_does_not_contradict_it() -> None:
+    found = check_settings(FEEDING, 20.0).found
+    assert "version_window 2 (packs of age 0.2 steps / sync_every_steps 4 need 1; as written)" in found
+    assert (
+        "version_window 4 (packs of age 16.0 steps / sync_every_steps 4 need 4)"
+        in check_settings(FEEDING, 0.25).found
+    )
 
 
 def test_without_a_step_time_the_shortest_one_that_works_is_told() -> None:
