@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 
 # Commands with a parser of their own: module with main(argv), what it is for.
 _OWN_PARSER = {
-    "rollout": ("swift_stage2.rollout_server.app", "serve rollouts of a model over HTTP"),
+    "rollout": ("swift_stage2.rollout_server.command_line", "serve rollouts of a model over HTTP"),
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),

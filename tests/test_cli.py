@@ -220,13 +220,13 @@ def test_commands_with_a_parser_of_their_own_get_their_arguments_untouched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[str]] = []
-    module = types.ModuleType("swift_stage2.rollout_server.app")
+    module = types.ModuleType("swift_stage2.rollout_server.command_line")
 
     def serve(argv: list[str]) -> int:
         seen.append(argv)
         return 5
 
     module.main = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.app", module)
+    monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.command_line", module)
     assert cli.main(["rollout", "--engine", "transformers", "MODEL", "--help"]) == 5
     assert seen == [["--engine", "transformers", "MODEL", "--help"]]

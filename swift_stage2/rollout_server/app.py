@@ -11,12 +11,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from swift_stage2.error_line import print_error
 from swift_stage2.http_listener import HttpServer, bind, configure_logging, warn_when_open
-from swift_stage2.rollout_server.command_line import LoadingEngine, ServerCommand, parse_command
+from swift_stage2.rollout_server.command_line import LoadingEngine, ServerCommand
 from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.server_children import ServerChildren
@@ -29,17 +28,9 @@ _ENGINE_POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 15.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be loaded, 1 if it broke.
-
-    Raises:
-        UserError: a mistake that is known before the model is loaded.
-    """
-    return serve(parse_command(argv))
-
-
 def serve(command: ServerCommand) -> int:
-    """Runs what the command line asked for; exit status as ``main``.
+    """Runs what the command line asked for. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be
+    loaded, 1 if it broke.
 
     With an engine that has processes of its own it ends this process instead of returning.
 

@@ -1,7 +1,8 @@
-"""What ``swift-stage2 rollout`` was asked to do: where to listen, and which engine to build there.
+"""``swift-stage2 rollout``: what it was asked to do, where to listen, and which engine to build there.
 
-With ``--engine transformers`` every option is ours. With ``--engine vllm`` the options are those of ``swift rollout``:
-only what is needed before the model is read here, all else goes to ms-swift's own parser as it was written.
+Nothing heavy is imported before the command line has been read, so that a mistake is told at once. With
+``--engine transformers`` every option is ours. With ``--engine vllm`` the options are those of ``swift rollout``: only
+what is needed before the model is read here, all else goes to ms-swift's own parser as it was written.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import Engine
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
+from swift_stage2.rollout_server.vllm_package import require_vllm
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+    from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+    from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
 
 _PROGRAM = "swift-stage2 rollout"
@@ -47,6 +46,20 @@ class ServerCommand:
     api_key: str | None
     has_children: bool  # the engine starts processes of its own
     start_engine: Callable[[], LoadingEngine]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be loaded, 1 if it broke.
+
+    Raises:
+        UserError: a mistake that is known before the model is loaded.
+    """
+    command = parse_command(argv)
+    if command.has_children:
+        require_vllm()
+    from swift_stage2.rollout_server.app import serve
+
+    return serve(command)
 
 
 def parse_command(argv: Sequence[str] | None) -> ServerCommand:
@@ -73,7 +86,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--max-batch-size", type=_positive, default=64)
     parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
     parser.add_argument("--api-key-env", default=_KEY_VARIABLE, metavar="NAME")
@@ -85,14 +98,22 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
         port=options.port,
         api_key=os.environ.get(options.api_key_env) or None,
         has_children=False,
-        start_engine=lambda: TransformersRolloutEngine(
-            _loader(options), model=options.model, max_batch_size=options.max_batch_size
-        ),
+        start_engine=lambda: _start_transformers(options),
+    )
+
+
+def _start_transformers(options: argparse.Namespace) -> TransformersRolloutEngine:
+    from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+
+    return TransformersRolloutEngine(
+        _loader(options), model=options.model, max_batch_size=options.max_batch_size
     )
 
 
 def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
     def load() -> SwiftGenerator:
+        import torch
+
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
         from swift_stage2.rollout_server.swift_generator import SwiftGenerator, import_external_file
@@ -102,7 +123,8 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
         given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
         if options.torch_dtype != "auto":
             given["torch_dtype"] = getattr(torch, options.torch_dtype)
-        return SwiftGenerator(options.model, device_map=options.device, **given)
+        device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        return SwiftGenerator(options.model, device_map=device, **given)
 
     return load
 
@@ -139,8 +161,14 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         port=options.port,
         api_key=options.api_key or os.environ.get(options.api_key_env) or None,
         has_children=True,
-        start_engine=lambda: VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model),
+        start_engine=lambda: _start_vllm(swift_argv, model),
     )
+
+
+def _start_vllm(swift_argv: Sequence[str], model: str) -> VllmRolloutEngine:
+    from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
+
+    return VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model)
 
 
 def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
@@ -150,6 +178,8 @@ def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerat
     """
 
     def build() -> VllmGenerator:
+        from swift_stage2.cpu_torchvision import declare_operators
+
         declare_operators()  # before ms-swift imports torchvision
         from swift.arguments import RolloutArguments
 

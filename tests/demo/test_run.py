@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -33,6 +34,30 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert problem in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_without_vllm_a_demo_on_it_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    assert command_line(["demo", "--engine", "swift", "--output", str(tmp_path / "out")]) == 2
+    assert "a server on vLLM needs vllm, which is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_is_told_without_loading_torch() -> None:
+    program = (
+        "import sys\n"
+        "from swift_stage2.cli import main\n"
+        "try:\n    main([sys.argv[1], *sys.argv[2:], '--help'])\n"
+        "except SystemExit as end:\n    sys.exit('torch' if 'torch' in sys.modules else end.code)\n"
+    )
+    for command in (["demo"], ["rollout"], ["merge"], ["doctor"], ["bench", "learning"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, (command, done.stderr)
 
 
 def test_other_peoples_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

