@@ -11,10 +11,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from swift_stage2 import __version__
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
+
+if TYPE_CHECKING:
+    from swift_stage2.config import Stage2Config
 
 _USER_MISTAKE = 2
 _HANG = 70
@@ -78,7 +82,7 @@ def _train(config_path: str) -> int:
     status = 1
     mistake = ""
     try:
-        load_config(config_path)  # a mistake in it is told before the slow imports
+        _warn(load_config(config_path))  # a mistake in it is told before the slow imports
         status = int(importlib.import_module("swift_stage2.trainer").train(config_path))
     except UserError as exc:
         status, mistake = _USER_MISTAKE, _one_line(exc)
@@ -91,6 +95,15 @@ def _train(config_path: str) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _warn(config: Stage2Config) -> None:
+    """Once: on rank 0, and not where the launcher has said it."""
+    from swift_stage2.launch.plan import EXIT_STATUS_FILE
+
+    if EXIT_STATUS_FILE not in os.environ and os.environ.get("RANK", "0") == "0":
+        for warning in config.warnings:
+            print(f"swift-stage2 train: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _leave_exit_status(status: int, mistake: str) -> None:

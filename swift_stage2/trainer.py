@@ -223,8 +223,6 @@ def train(config_path: str) -> int:
     check_model(config.swift)
     check_datasets(config.swift)
     if int(os.environ.get("RANK", "0")) == 0:
-        for warning in config.warnings:
-            logger.warning("%s", warning)
         _tell_of_deaf_servers(config)
     start_communication(config.swift)
     try:

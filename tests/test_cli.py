@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from swift_stage2 import __version__, cli
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error
+from swift_stage2.launch.plan import EXIT_STATUS_FILE
 
 COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench")
 
@@ -206,6 +208,28 @@ def test_the_first_rank_that_fails_has_the_say(
     trainer.train = lambda config_path: 1  # type: ignore[attr-defined]
     cli.main(["train", str(valid)])
     assert file.read_text() == "2"
+
+
+def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
+    tmp_path: Path,
+    valid: Path,
+    trainer: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer.train = lambda config_path: 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(Stage2Config, "warnings", ("too much",))
+    told = []
+    for variables in (
+        {"RANK": "0"},
+        {"RANK": "1"},
+        {"RANK": "0", EXIT_STATUS_FILE: str(tmp_path / "status")},
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert cli.main(["train", str(valid)]) == 0
+        told.append(capsys.readouterr().err)
+    assert told == ["swift-stage2 train: warning: too much\n", "", ""]
 
 
 def test_ctrl_c_exits_with_130(valid: Path, trainer: types.ModuleType) -> None:

@@ -331,6 +331,9 @@ def test_a_queue_that_outlives_its_packs_is_warned_about_with_the_useful_limit(t
     assert "queue_limit: 3" in warning
     data["stage2_ab"]["channel_b"]["prefetch"] = {"queue_limit": 3, "prefetch_target_packs": 3}
     assert load(tmp_path, data).warnings == ()
+    del data["stage2_ab"]["channel_b"]
+    (unwritten,) = load(tmp_path, data).warnings
+    assert "queue_limit=8 (the default)" in unwritten
 
 
 @pytest.mark.parametrize(("bucket_mib", "needed"), [(1, 11), (512, 16), (4000, 50)])

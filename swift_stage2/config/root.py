@@ -15,7 +15,7 @@ from swift_stage2.config.binding import bind
 from swift_stage2.config.inequality import Inequality
 from swift_stage2.config.launch import LaunchConfig
 from swift_stage2.config.rollout import RolloutConfig
-from swift_stage2.config.stage2_ab import Stage2AbConfig, StarvationAction
+from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, StarvationAction
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml, write_yaml
 from swift_stage2.errors import ConfigError
@@ -174,6 +174,7 @@ class Stage2Config:
     def _queue_advice(self, gradient_accumulation_steps: int) -> Inequality:
         prefetch = self.stage2_ab.channel_b.prefetch
         limit, useful = prefetch.queue_limit, self.useful_queue_limit(gradient_accumulation_steps)
+        default = " (the default)" if limit == PrefetchConfig().queue_limit else ""
         return Inequality(
             name="useful limit",
             statement="queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio "
@@ -181,7 +182,8 @@ class Stage2Config:
             numbers=f"{limit} <= {gradient_accumulation_steps} * max(1, ceil(({prefetch.version_window} + 1) * "
             f"{self.stage2_ab.schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
             holds=limit <= useful,
-            refusal=f"queue_limit={limit} is more than the {useful} packs that can be trained before they expire",
+            refusal=f"queue_limit={limit}{default} is more than the {useful} packs that can be trained before they "
+            "expire",
             remedy=f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
             is_advice=True,
         )
