@@ -16,6 +16,7 @@ from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.detection_score import DetectionScore
 from swift_stage2.demo.evaluation import evaluation_command, read_scores
 from swift_stage2.demo.progress import RunProgress
+from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.telemetry.live_view import LiveView
 
 START_DEADLINE_S = 600.0
@@ -40,10 +41,14 @@ def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
         queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
     )
 
+    notice = WaitNotice(lambda text: print(f"[demo] {text}", flush=True))
+
     def show() -> None:
         state = progress.refresh()
         if state.step:
             view.update(state)
+        else:
+            notice.remind("no step yet: servers and learner load")
 
     command = (sys.executable, "-m", "swift_stage2", "launch", str(job.config_path))
     deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps

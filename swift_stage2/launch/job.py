@@ -47,8 +47,8 @@ class Job:
             for follower in self._followers.values():
                 follower.close()
 
-    def start(self, command: Command) -> ProcessTree:
-        """Starts one command and follows its log."""
+    def start(self, command: Command, purpose: str = "") -> ProcessTree:
+        """Starts one command and follows its log; ``purpose`` is said instead of its name."""
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch()
         colour = len(self._followers) if sys.stdout.isatty() else None
@@ -56,7 +56,7 @@ class Job:
             self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
-        self.say(f"started {command.name}, log {log_path}")
+        self.say(f"{purpose or f'started {command.name}'}, log {log_path}")
         return tree
 
     def step(self) -> None:

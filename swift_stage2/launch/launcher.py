@@ -18,7 +18,9 @@ from swift_stage2.launch.plan import LaunchPlan, plan_launch
 from swift_stage2.launch.ports import refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.readiness import ReadinessProbe
+from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.model_check import check_model
 
 _USER_MISTAKE = 2
@@ -46,7 +48,11 @@ def launch(
     refuse_busy_ports(plan.servers)
     for warning in config.warnings:
         show(f"[launch] warning: {warning}")
-    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show)
+    output_dir, since = plan.log_dir.parent, time.time()
+    show(f"[launch] logs in {plan.log_dir}, run directory in {output_dir}")
+    status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show)
+    show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
+    return status
 
 
 def run_plan(
@@ -63,7 +69,9 @@ def run_plan(
     adopt_orphans()
     servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
     with StopSignals() as signals, Job(plan.log_dir, signals, show) as job:
-        check = None if plan.argument_check is None else job.start(plan.argument_check)
+        check = None
+        if plan.argument_check is not None:
+            check = job.start(plan.argument_check, "checking argument names")
         if _start_servers(job, signals, servers, check):
             _wait_until_answering(job, signals, servers, check, api_key, start_timeout_s)
         if signals.received is None:
@@ -107,6 +115,7 @@ def _wait_until_answering(
     start_timeout_s: float,
 ) -> None:
     """Until every server has answered, from the port and the process that were meant."""
+    notice = WaitNotice(job.say)
     with ExitStack() as probes:
         waiting = []
         for server in servers:
@@ -129,6 +138,9 @@ def _wait_until_answering(
                     server.refuse_foreigner()
                     still_waiting.append((server, probe))
             waiting = still_waiting
+            if waiting:
+                names = " and ".join(server.name for server, _ in waiting)
+                notice.remind(f"waiting for {names} to load", start_timeout_s)
         job.step()
         _refuse_arguments(job, check)
 
