@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ProtocolError
@@ -31,7 +32,7 @@ class RolloutService:
             stock=False,
             incarnation=self.incarnation,
             engine=self.engine.name,
-            model=self.engine.model,
+            model=_absolute(self.engine.model),
             weight_version=stamp.version,
             run_id=stamp.run_id,
             state=self.state(),
@@ -52,6 +53,11 @@ class RolloutService:
             "batches_run": status.batches_run,
             "completions_made": status.completions_made,
         }
+
+
+def _absolute(model: str) -> str:
+    """A directory so that others on this machine find it, too; a hub id as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def parse_bucket(body: Any) -> Bucket:

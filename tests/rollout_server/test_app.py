@@ -170,3 +170,14 @@ def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log
             pass  # not listening yet
         pause.wait(0.2)
     raise AssertionError(log.read_text())
+
+
+def test_the_server_names_its_directory_so_that_others_find_it_and_a_hub_id_as_it_is(
+    loaded_engine: TransformersRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = RolloutService(loaded_engine)
+    monkeypatch.chdir(MODEL.parent)
+    monkeypatch.setattr(loaded_engine, "model", MODEL.name)
+    assert service.info().model == str(MODEL)
+    monkeypatch.setattr(loaded_engine, "model", "some/model")
+    assert service.info().model == "some/model"
