@@ -11,15 +11,24 @@ from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed
 
 BENCHES = {
-    "faults": ("swift_stage2.bench.faults.run", "a server broken in every way under a real job"),
+    "faults": (
+        "swift_stage2.bench.faults.run",
+        "a server broken in every way under a real job (vLLM with --server stock or vllm)",
+    ),
     "learning": ("swift_stage2.bench.learning", "A alone against a share of B: F1 on held-out scenes"),
-    "merge": ("swift_stage2.bench.merge", "requests/s at several client ranks: stock, stock merged, ours"),
+    "merge": (
+        "swift_stage2.bench.merge",
+        "requests/s at several client ranks: stock, stock merged, ours (vLLM)",
+    ),
     "overhead": ("swift_stage2.bench.overhead", "b_ratio 0 against plain swift sft: step times"),
     "pending": (
         "swift_stage2.bench.pending",
         "how long sync rounds wait for rollouts, with aborts and without",
     ),
-    "sync": ("swift_stage2.bench.sync", "a sync round against a raw broadcast of the same bytes"),
+    "sync": (
+        "swift_stage2.bench.sync",
+        "a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",
+    ),
 }
 _FAILED = 1
 

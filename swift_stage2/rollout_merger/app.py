@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="swift-stage2 merge", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="swift-stage2 merge",
+        description="One process in front of one stock server: the ranks' calls leave as one.",
+    )
     parser.add_argument("--upstream", required=True, metavar="URL", help="base URL of the stock server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000, help="0 takes any free port")

@@ -17,7 +17,8 @@ def summary_table(summary: RunSummary) -> RenderableType:
 
 def _tables(summary: RunSummary) -> Iterator[Table]:
     yield _pairs("Steps", _steps(summary))
-    yield _pairs("Version lag of trained packs", {str(lag): str(n) for lag, n in summary.lag_counts.items()})
+    lags = {f"{lag} behind the learner": f"{n} packs" for lag, n in summary.lag_counts.items()}
+    yield _pairs("Version lag of trained packs", lags)
     yield _pairs("Lost, by cause", {cause: str(count) for cause, count in summary.drops.items()})
     yield _pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()})
     yield _pairs("Sync rounds", _rounds(summary))
@@ -31,6 +32,7 @@ def _steps(summary: RunSummary) -> dict[str, str]:
         "B wanted": str(summary.num_b_wanted),
         "B run": f"{summary.num_b_run}{_share(summary.num_b_run, summary.num_b_wanted)}",
     }
+    rows["B skipped"] = str(sum(summary.skips.values()))
     rows |= {f"B skipped: {reason}": str(count) for reason, count in summary.skips.items()}
     if summary.num_disagreements:
         rows["plans that differ between ranks"] = str(summary.num_disagreements)
