@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropping_port import LINEAR, a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES
 from test_weight_transport import AnyCanary
@@ -223,58 +222,11 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
     never.set()
 
 
-@contextmanager
-def dropping_port() -> Iterator[int]:
-    """A port whose packets are dropped: Linux answers no SYN to a listener whose queue is full."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        address = listener.getsockname()
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(address)
-        probe = stack.enter_context(socket.socket())
-        probe.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            probe.connect(address)
-        yield address[1]
-
-
-@pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The round has 300 s, of which 240 for calls."""
-    if kind == "stock":
-        pytest.importorskip("vllm")
-    monkeypatch.setattr(weight_transport, "_JOIN_TIMEOUT_S", 1.0)
-    export = WeightExport(torch.nn.Linear(2, 2))
-    stock = FakeRolloutServer(
-        on_get=lambda call: (
-            Answer(body=b'{"world_size": 1}') if call.path == protocol.WORLD_SIZE else Answer(status=404)
-        )
-    )
-    fake = answering_as_ours(export.manifest()) if kind == "ours" else stock
-    with fake as server, dropping_port() as port:
-        sync = WeightSync(
-            [ServerEndpoint(server.url, port)],
-            control=SingleRank(),
-            export=export,
-            canary=AnyCanary(),
-            make_transport=lambda info: StockTransport(CPU) if info.stock else GlooTransport(),
-            run_id="run",
-            timeout_s=300.0,
-            bucket_mib=1,
-        )
-        outcome = sync.run(1, [0])
-    assert outcome.failed == (0,)
-    assert f"is group_port={port} free on the server and open in every firewall?" in str(
-        outcome.reports[0].error
-    )
-    assert outcome.reports[0].seconds["connect"] < 30
-    assert outcome.seconds < 60
+    server = answering_as_ours(WeightExport(LINEAR).manifest())
+    a_round_at_a_dropping_port(monkeypatch, server, GlooTransport)
 
 
 class StuckTransfer:

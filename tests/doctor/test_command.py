@@ -157,7 +157,7 @@ def test_devices_that_this_machine_lacks_are_a_warning(configure: Configure, doc
             "write packing_length: ",
         ),
         ({"swift__lerning_rate": 1e-4}, "template", "failed", "did you mean 'learning_rate'?"),
-        ({"swift__torch_dtype": "float99"}, "template", "failed", "mend it there"),
+        ({"swift__torch_dtype": "float99"}, "template", "failed", "invalid choice: 'float99'"),
         ({"swift__dataset": ["/nowhere/rows.jsonl"]}, "data sets", "failed", ""),
     ],
 )

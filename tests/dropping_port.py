@@ -1,0 +1,65 @@
+"""A sync round at a server whose group port is behind a firewall: packets are dropped, nothing refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from fake_rollout_server import FakeRolloutServer
+from test_weight_transport import AnyCanary
+
+from swift_stage2 import weight_transport
+from swift_stage2.collectives import SingleRank
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import WeightTransport
+
+LINEAR = torch.nn.Linear(2, 2)
+
+
+@contextmanager
+def dropping_port() -> Iterator[int]:
+    """A port whose packets are dropped: Linux answers no SYN to a listener whose queue is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        probe = stack.enter_context(socket.socket())
+        probe.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            probe.connect(address)
+        yield address[1]
+
+
+def a_round_at_a_dropping_port(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeRolloutServer, transport: Callable[[], WeightTransport]
+) -> None:
+    """The round has 300 s, of which 240 for calls; it fails in the joining time, here 1 s, and names the port."""
+    monkeypatch.setattr(weight_transport, "_JOIN_TIMEOUT_S", 1.0)
+    with fake as server, dropping_port() as port:
+        sync = WeightSync(
+            [ServerEndpoint(server.url, port)],
+            control=SingleRank(),
+            export=WeightExport(LINEAR),
+            canary=AnyCanary(),
+            make_transport=lambda info: transport(),
+            run_id="run",
+            timeout_s=300.0,
+            bucket_mib=1,
+        )
+        outcome = sync.run(1, [0])
+    assert outcome.failed == (0,)
+    assert f"is group_port={port} free on the server and open in every firewall?" in str(
+        outcome.reports[0].error
+    )
+    assert outcome.reports[0].seconds["connect"] < 30
+    assert outcome.seconds < 60
