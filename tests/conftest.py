@@ -7,11 +7,15 @@ Fixtures import their modules on first use: tests of the pure parts load no torc
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell starts what it runs in the background with SIGINT ignored, and so would every process of a test begin.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

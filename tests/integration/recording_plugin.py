@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 
 from swift_stage2.trainer import Stage2Trainer
 
+STEPS_PER_EPOCH = 6
+
 
 def _digest(tensor):
     return hashlib.sha256(
@@ -30,18 +32,23 @@ class RecordingTrainer(Stage2Trainer):
         directory.mkdir(parents=True, exist_ok=True)
         self._record = (directory / f"rank{self.args.process_index}.jsonl").open("a", encoding="utf-8")
         self.add_callback(_AtTheEnd(self))
+        self.num_b_in_epoch = 0  # steps of channel B since the epoch's first step
 
     def write(self, **fields):
         self._record.write(json.dumps(fields) + "\n")
         self._record.flush()
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        _inject(self, self.state.global_step)
+        step = self.state.global_step
+        if step % STEPS_PER_EPOCH == 0:
+            self.num_b_in_epoch = 0
+        _inject(self, step)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.num_b_in_epoch += _is_b(batches[0])
         for batch in batches:
             self.write(
-                step=self.state.global_step,
-                channel="B" if batch["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in batch else "A",
+                step=step,
+                channel="B" if _is_b(batch) else "A",
                 batch=_digest(batch["input_ids"]),
                 window=num_batches,
                 num_items=int(num_items),
@@ -60,6 +67,10 @@ class _AtTheEnd(TrainerCallback):
         self._trainer.write(step=state.global_step, weights=weights)
 
 
+def _is_b(batch):
+    return batch["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in batch
+
+
 def _whole(parameters):
     """Under ZeRO-3 a rank holds whole tensors only in DeepSpeed's own context."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
@@ -70,15 +81,17 @@ def _whole(parameters):
 
 
 def _inject(trainer, step):
-    """``INJECT`` is RANK:STEP:FAULT."""
+    """``INJECT`` is RANK:STEP:FAULT; ``sigterm_after_b`` comes at the first step from then on that is in mid-epoch
+    and has one of channel B before it in its epoch."""
     if not os.environ.get("INJECT"):
         return
     rank, at, fault = os.environ["INJECT"].split(":")
-    if trainer.args.process_index != int(rank) or step != int(at):
+    if trainer.args.process_index != int(rank):
         return
-    if fault == "sigterm":
+    if fault == "sigterm_after_b" and step >= int(at) and step % STEPS_PER_EPOCH and trainer.num_b_in_epoch:
+        os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.SIGTERM)
-    elif fault == "nan":
+    if fault == "nan" and step == int(at):
         with torch.no_grad():
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")
 
