@@ -72,16 +72,21 @@ class Stage2Run:
         control: ControlGroup,
         channel_b: ChannelB | None,
         logging_steps: int,
+        start_ledger: Callable[..., None],
     ) -> None:
         self.learner = learner
         self.telemetry = telemetry
         self._control = control
         self._channel_b = channel_b
         self._logging_steps = max(1, logging_steps)
+        self._start_ledger = start_ledger
+        self._resumed_save_id: str | None = None
 
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
         self.telemetry.clock.switch(Activity.BUSY)
+        if self._channel_b is not None:
+            self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
         self.learner.start()
 
     def end_step(self, step: int, epoch: float | None) -> None:
@@ -95,12 +100,34 @@ class Stage2Run:
         if self._control.rank == 0:
             logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint, as JSON."""
-        return {"learner": self.learner.state_dict(), "telemetry": self.telemetry.state_dict()}
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """This rank's part of a checkpoint before ``step``, as JSON. All ranks together: they agree on its id.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; called before ``start``."""
+        The ledger is on disk before the checkpoint can be.
+        """
+        save_id = str(self._control.broadcast(uuid.uuid4().hex))
+        learner = self.learner.checkpoint(step=step, save_id=save_id)
+        self.telemetry.ledger.flush_to_disk()
+        return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
+
+    def resume(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Continues from the checkpoint of which ``read`` returns this rank's part; called before ``start``.
+
+        Raises:
+            UserError: a rank cannot read its part or continue from it, or the parts are of different checkpoints.
+        """
+        state = self.together(read)
+        save_ids = self._control.gather(state["save_id"])
+        if len(set(save_ids)) > 1:
+            raise ConfigError(
+                "all ranks resume from parts of one checkpoint, got parts of different ones: "
+                + ", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids))
+                + "; resume from another checkpoint"
+            )
+        self.together(partial(self._continue_from, state))
+
+    def _continue_from(self, state: Mapping[str, Any]) -> None:
+        self._resumed_save_id = state["save_id"]
         self.telemetry.load_state_dict(state["telemetry"])
         if self._channel_b is not None and state["learner"]:
             self._channel_b.source.load_state_dict(state["learner"]["source"])
@@ -155,7 +182,8 @@ def start_run(
         if config.b_enabled:
             _wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
-            parts = together(control, partial(_check_data, config, rows, template, seed, control))
+            look = partial(_check_data, config, rows, template, seed, control, telemetry)
+            parts = together(control, look)
             _check_packing(config, module, parts, packed_loss, control)
             build = partial(
                 _build_channel_b,
@@ -183,7 +211,14 @@ def start_run(
         fail_when_starved=starvation.action is StarvationAction.FAIL,
         channel_b=channel_b,
     )
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps)
+    start_ledger = partial(
+        telemetry.ledger.start,
+        run_id=run_id,
+        step=first_step,
+        world_size=control.world_size,
+        version_window=config.stage2_ab.channel_b.prefetch.version_window,
+    )
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_ledger)
 
 
 def _start_telemetry(
@@ -215,13 +250,20 @@ class _CheckedParts:
 
 
 def _check_data(
-    config: Stage2Config, rows: Rows, template: Any, seed: int, control: ControlGroup
+    config: Stage2Config,
+    rows: Rows,
+    template: Any,
+    seed: int,
+    control: ControlGroup,
+    telemetry: Telemetry,
 ) -> _CheckedParts:
     """The checks that read files and may fail on one rank alone; the model is not run."""
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length)
     task = detection_task(config)
-    source = SampleSource(rows, rank=control.rank, world_size=control.world_size, seed=seed)
+    source = SampleSource(
+        rows, rank=control.rank, world_size=control.world_size, seed=seed, events=telemetry.ledger
+    )
     samples = usable_samples(rows, seed, encoder)
     check_samples(config, encoder, task, samples)
     return _CheckedParts(encoder, task, source, samples[0], isolation_batches(encoder, task, samples))
@@ -285,6 +327,7 @@ def _build_channel_b(
         canary={"messages": [{"role": "user", "content": "ping"}]},
         full_share=rollout.max_inflight_per_server,
         is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
+        events=telemetry.ledger,
     )
     pipelines: list[Pipeline] = []
 

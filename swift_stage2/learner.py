@@ -154,18 +154,19 @@ class Learner:
         reservation = self._reserve(num_packs) if wants_b else None
         outcome = self._agree(reservation)
         plan = outcome.plan(wants_b=wants_b)
-        packs = self._spend(reservation, plan)
+        packs = self._spend(step, reservation, plan)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self._record(step, plan, packs, time.perf_counter() - started)
         self._raise_failures(outcome)
         self._watch_starvation(plan)
         return StepDecision(plan, packs, outcome.stop_requested)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank besides the trainer's own state, as JSON."""
+    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
+        """What a run resumed before ``step`` needs of this rank besides the trainer's own state, as JSON."""
         if self._b is None:
             return {}
-        return {"version": self._b.clock.current, "source": self._b.source.state_dict()}
+        source = self._b.source.checkpoint(step=step, save_id=save_id)
+        return {"version": self._b.clock.current, "source": source}
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
@@ -264,7 +265,7 @@ class Learner:
             )
         return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)
 
-    def _spend(self, reservation: Reservation[Pack] | None, plan: StepPlan) -> tuple[Pack, ...]:
+    def _spend(self, step: int, reservation: Reservation[Pack] | None, plan: StepPlan) -> tuple[Pack, ...]:
         if reservation is None or self._b is None:
             return ()
         if plan.channel is not Channel.B:
@@ -272,7 +273,9 @@ class Learner:
             return ()
         packs = tuple(reservation.take())
         for pack in packs:
-            self._b.source.settle(pack.keys)
+            self._b.source.settle_trained(
+                pack.keys, pack_id=pack.pack_id, step=step, version=self._b.clock.current
+            )
         return packs
 
     def _publish(self, step: int, outcome: GateOutcome, *, wants_b: bool, reserved: bool) -> None:

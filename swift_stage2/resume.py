@@ -1,8 +1,8 @@
 """Writes and reads what a resumed run needs beside Hugging Face's checkpoint: one JSON file per rank.
 
-Each file names the step, rank and world size it belongs to, so that two checkpoints cannot be mixed. All ranks'
-are written before any rank writes the trainer's own state, so a checkpoint that Hugging Face can resume from is
-complete.
+Each file names the step, rank and world size it belongs to, and in its state the save, so that two checkpoints
+cannot be mixed. All ranks' are written before any rank writes the trainer's own state, so a checkpoint that Hugging
+Face can resume from is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 
 from swift_stage2.errors import ConfigError
 
-_FORMAT = 1
+_FORMAT = 2
+
+
+def void_older(directory: str) -> None:
+    """Makes a checkpoint that is about to be written over one that Hugging Face cannot resume from.
+
+    It writes its own state last, so the directory cannot be taken for a checkpoint before it is whole again.
+    """
+    Path(directory, "trainer_state.json").unlink(missing_ok=True)
 
 
 def write_state(

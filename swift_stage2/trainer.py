@@ -121,6 +121,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("saving"):
             directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            if self.args.should_save:
+                resume.void_older(directory)  # no rank goes on to its own file before rank 0 has done this
             write = partial(
                 resume.write_state,
                 directory,
@@ -128,7 +130,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
                 world_size=self.args.world_size,
                 step=self.state.global_step,
                 a_batches_in_epoch=self._a_batches_in_epoch,
-                state=self.stage2.state_dict(),
+                state=self.stage2.checkpoint(self.state.global_step),
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
             self.stage2.together(write)
@@ -154,7 +156,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             wrap_transport=self.wrap_transport,
         )
         if self._resume_directory and self.stage2_config.b_enabled:
-            self.stage2.together(self._resume)
+            self._resume()
         self.stage2.start()
 
     def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
@@ -164,12 +166,15 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     def _resume(self) -> None:
         assert self.stage2 is not None
         assert self._resume_directory is not None
-        rank = self.args.process_index
-        state = resume.read_state(
-            self._resume_directory, rank=rank, world_size=self.args.world_size, step=self.state.global_step
+        part = partial(
+            resume.read_state,
+            self._resume_directory,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            step=self.state.global_step,
         )
-        self.stage2.load_state_dict(state)
-        self._resumed_a_batches = resume.read_a_batches(self._resume_directory, rank)
+        self.stage2.resume(part)
+        self._resumed_a_batches = resume.read_a_batches(self._resume_directory, self.args.process_index)
         self._a_batches_in_epoch = self._resumed_a_batches
 
     def begin_epoch(self) -> None:

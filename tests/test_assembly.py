@@ -245,12 +245,12 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         outstanding = [drawn.key for drawn in source.draw(3)]
         clock.advance()
         clock.advance()
-        state = run.state_dict()
+        state = run.checkpoint(step=7)
     finally:
         run.close()
     again = _start(config, rows, tmp_path / "second", _token_count)
     try:
-        again.load_state_dict(state)
+        again.resume(lambda: state)
         channel_b = again._channel_b
         assert channel_b is not None
         assert channel_b.clock.current == 2
@@ -260,6 +260,23 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         again.close()
         again.close()
     assert server.infer_calls == [], "nothing is inferred before a round"
+
+
+def test_parts_of_two_checkpoints_are_refused(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = _start(configure(server.url), rows, tmp_path, _token_count)
+    try:
+        states = [run.checkpoint(step=7) for _ in range(2)]
+        monkeypatch.setattr(run._control, "gather", lambda mine: (mine, states[1]["save_id"]))
+        with pytest.raises(ConfigError, match=f"rank 1 save_id={states[1]['save_id']}; resume from another"):
+            run.resume(lambda: states[0])
+    finally:
+        run.close()
 
 
 def test_a_model_whose_packed_segments_see_each_other_does_not_train(
@@ -283,7 +300,7 @@ def test_without_channel_b_nothing_of_it_exists(
     run = _start(load_config(path), rows, tmp_path, _token_count)
     try:
         assert run._channel_b is None
-        assert run.state_dict()["learner"] == {}
+        assert run.checkpoint(step=7)["learner"] == {}
     finally:
         run.close()
     assert server.calls == []

@@ -70,6 +70,14 @@ def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> N
         resume.read_state(str(tmp_path), rank=1, world_size=2, step=40)
 
 
+def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    resume.void_older(str(tmp_path))
+    assert not (tmp_path / "trainer_state.json").exists()
+    resume.void_older(str(tmp_path / "none yet"))
+
+
 def test_a_missing_ranks_file_is_named(tmp_path: Path) -> None:
     _write(tmp_path)
     with pytest.raises(ConfigError, match=r"stage-2 state of every rank, cannot read .*stage2_rank1\.json"):
@@ -88,6 +96,6 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     _write(tmp_path)
     path = tmp_path / "stage2_rank0.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(ConfigError, match="must have format=1, got format=2"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.raises(ConfigError, match="must have format=2, got format=1"):
         resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)

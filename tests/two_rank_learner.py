@@ -38,6 +38,7 @@ RANK = int(os.environ.get("RANK", "0"))
 @dataclass
 class StandInPack:
     version: int
+    pack_id: str = "p"
     keys: tuple[Any, ...] = ()
     num_tokens: int = 1
     num_supervised_tokens: int = 1

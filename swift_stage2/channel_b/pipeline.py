@@ -21,6 +21,7 @@ from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
@@ -35,6 +36,12 @@ logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
 _SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
+_RETURNS = {DropReason.STALE: ReturnReason.STALE, DropReason.OLDEST: ReturnReason.OVERFLOW}
+_WORDS = {
+    ReturnReason.STALE: "went stale",
+    ReturnReason.OVERFLOW: "was pushed out of a full queue",
+    ReturnReason.TIMED_OUT: "did not end in time",
+}
 
 
 class QuarantineReason:
@@ -149,7 +156,7 @@ class Pipeline:
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """What becomes of a pack that the queue dropped: its samples return for a new rollout."""
         self._events.dropped(pack, reason)
-        self._return_for_redraw(pack.keys, "was not trained in time")
+        self._return_for_redraw(pack.keys, _RETURNS[reason])
 
     def _run(self) -> None:
         try:
@@ -211,12 +218,8 @@ class Pipeline:
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)
         self._events.batch(outcome, time.monotonic() - started)
-        too_slow = {sample.key for sample in outcome.timed_out}
         self._remember_aborted(outcome)
-        again = [sample.key for sample in outcome.returned if sample.key not in too_slow]
-        self._source.give_back(again, count_attempt=False)
-        # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
-        self._count_attempt([sample.key for sample in outcome.timed_out], "did not end in time")
+        self._take_back(outcome)
         for sample, message in outcome.quarantined:
             self._quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         prepared_from = time.monotonic()
@@ -233,6 +236,19 @@ class Pipeline:
         self._aborted |= {rollout.sample.key for rollout in outcome.aborted}
         self._aborted -= {rollout.sample.key for rollout in outcome.rollouts}
         self._aborted -= {sample.key for sample, _ in outcome.quarantined}
+
+    def _take_back(self, outcome: BatchOutcome) -> None:
+        too_slow = [sample.key for sample in outcome.timed_out]
+        aborted = {rollout.sample.key for rollout in outcome.aborted}
+        reasons: dict[ReturnReason, list[SampleKey]] = {ReturnReason.ABORTED: [], ReturnReason.FAILED: []}
+        for sample in outcome.returned:
+            if sample.key not in too_slow:
+                reason = ReturnReason.ABORTED if sample.key in aborted else ReturnReason.FAILED
+                reasons[reason].append(sample.key)
+        for reason, keys in reasons.items():
+            self._source.give_back(keys, reason)
+        # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
+        self._count_attempt(too_slow, ReturnReason.TIMED_OUT)
 
     def _request(self, sample: Sample) -> dict[str, Any]:
         request = self._encoder.request(sample)
@@ -277,8 +293,9 @@ class Pipeline:
             pack = self._collate([self._segments[index] for index in chosen])
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._segments_per_pack += _SMOOTHING * (len(chosen) - self._segments_per_pack)
-            self._queue.offer(pack, current_version=self._clock.current)
+            # Told first: once offered, the learner may train it at any moment.
             self._events.pack(pack, time.monotonic() - started)
+            self._queue.offer(pack, current_version=self._clock.current)
 
     def _collate(self, segments: Sequence[Segment]) -> Pack:
         return Pack(
@@ -299,29 +316,30 @@ class Pipeline:
         self._segments = [s for s in self._segments if self._clock.is_fresh(s.version, self._version_window)]
         for segment in stale:
             self._events.stale_segment(segment)
-        self._return_for_redraw([segment.key for segment in stale], "went stale")
+        self._return_for_redraw([segment.key for segment in stale], ReturnReason.STALE)
 
-    def _return_for_redraw(self, keys: Sequence[SampleKey], what: str) -> None:
+    def _return_for_redraw(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """What becomes of samples whose rollout was dropped untrained."""
         if self._redraw_dropped:
-            self._count_attempt(keys, what)
+            self._count_attempt(keys, reason)
             return
         for key in keys:
-            self._quarantine(key, QuarantineReason.TOO_SLOW, f"its rollout {what}; redraw_dropped is false")
+            message = f"its rollout {_WORDS[reason]}; redraw_dropped is false"
+            self._quarantine(key, QuarantineReason.TOO_SLOW, message)
 
-    def _count_attempt(self, keys: Sequence[SampleKey], what: str) -> None:
+    def _count_attempt(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
         again: list[SampleKey] = []
         for key in keys:
             if key.attempt + 1 < self._max_attempts:
                 again.append(key)
                 continue
-            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {what}"
+            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
             self._quarantine(key, QuarantineReason.TOO_SLOW, message)
-        self._source.give_back(again, count_attempt=True)
+        self._source.give_back(again, reason)
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:
-        self._source.settle([key])
+        self._source.settle_quarantined(key, reason, message)
         self._events.quarantined(key, reason, message)
 
     def _measure(self, seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 Independent of channel A's dataloader. Every position of an epoch's shard is *outstanding* from its
 first draw until it is settled (trained, or quarantined); whatever is outstanding when a checkpoint is
-written is drawn again, first, after resume. Called by the pipeline's thread and by the learner.
+written is drawn again, first, after resume. Every change is told to the ledger under the one lock, so that
+ledger and state agree at any moment. Called by the pipeline's thread and by the learner.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
 from swift_stage2.errors import DatasetError, SampleError
 
 
@@ -45,7 +47,9 @@ class SampleSource:
     row more or less, which is harmless because no collective depends on this stream.
     """
 
-    def __init__(self, rows: Rows, *, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self, rows: Rows, *, rank: int, world_size: int, seed: int, events: SampleEvents | None = None
+    ) -> None:
         if len(rows) < world_size:
             raise DatasetError(
                 f"channel B needs at least one row per rank, got num_rows={len(rows)} world_size={world_size}; "
@@ -55,6 +59,7 @@ class SampleSource:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
+        self._events = events or Unrecorded()
         self._lock = threading.Lock()
         self._epoch = 0
         self._position = 0
@@ -66,22 +71,32 @@ class SampleSource:
         """The next ``count`` samples: those that came back first, then new ones."""
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
+            if keys:
+                self._events.drawn(keys)
         return [self._read(key) for key in keys]
 
-    def give_back(self, keys: Sequence[SampleKey], *, count_attempt: bool) -> None:
+    def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Puts drawn samples back to be drawn again, in the order given, before any new one."""
         with self._lock:
-            for key in keys:
-                key = replace(key, attempt=key.attempt + 1) if count_attempt else key
-                if (key.epoch, key.position) in self._outstanding:
-                    self._outstanding[key.epoch, key.position] = key
-                    self._again.append(key)
+            kept = [key for key in keys if (key.epoch, key.position) in self._outstanding]
+            if reason.counts_attempt:
+                kept = [replace(key, attempt=key.attempt + 1) for key in kept]
+            self._outstanding.update(((key.epoch, key.position), key) for key in kept)
+            self._again.extend(kept)
+            if kept:
+                self._events.returned(kept, reason)
 
-    def settle(self, keys: Sequence[SampleKey]) -> None:
-        """Ends the life of drawn samples: they were trained, or quarantined."""
+    def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
+        """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
-            for key in keys:
-                self._outstanding.pop((key.epoch, key.position), None)
+            self._settle(keys)
+            self._events.trained(keys, pack_id=pack_id, step=step, version=version)
+
+    def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> None:
+        """Ends the life of a sample that is given up."""
+        with self._lock:
+            self._settle([key])
+            self._events.quarantined(key, reason, message)
 
     @property
     def num_outstanding(self) -> int:
@@ -92,15 +107,14 @@ class SampleSource:
     def state_dict(self) -> dict[str, Any]:
         """Cursor and outstanding keys, as JSON; tensors and texts are made again after resume."""
         with self._lock:
-            keys = sorted(self._outstanding.values(), key=lambda key: (key.epoch, key.position))
-            return {
-                "epoch": self._epoch,
-                "position": self._position,
-                "num_rows": len(self._rows),
-                "world_size": self._world_size,
-                "seed": self._seed,
-                "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
-            }
+            return self._state()
+
+    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
+        """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the ledger in the same moment."""
+        with self._lock:
+            state = self._state()
+            self._events.checkpoint(step=step, save_id=save_id, state=state)
+            return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict`` was taken.
@@ -124,6 +138,21 @@ class SampleSource:
             self._shard = self._shard_of(self._epoch)
             self._again = deque(SampleKey(*entry) for entry in state["outstanding"])
             self._outstanding = {(key.epoch, key.position): key for key in self._again}
+
+    def _state(self) -> dict[str, Any]:
+        keys = sorted(self._outstanding.values(), key=lambda key: (key.epoch, key.position))
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "num_rows": len(self._rows),
+            "world_size": self._world_size,
+            "seed": self._seed,
+            "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
+        }
+
+    def _settle(self, keys: Sequence[SampleKey]) -> None:
+        for key in keys:
+            self._outstanding.pop((key.epoch, key.position), None)
 
     def _next_key(self) -> SampleKey:
         if self._again:

@@ -9,6 +9,8 @@
     facts              what is read of the records of other modules
     audit, tensorboard, chart_layout, live_view, live_state  the ways out
     summary, summary_table   from a finished audit back to answers
+    ledger             every sample's life
+    ledger_history, ledger_replay, ledger_account   what of it survived, the rules, and what became of all samples
 
 ``docs/design/metrics.md`` lists every tag. Knows no ms-swift and issues no collective.
 """

@@ -67,6 +67,16 @@ class AuditLog:
                 self._num_lost += 1
                 self._warning.report(self._path, error)
 
+    def flush_to_disk(self) -> None:
+        """Make what was written outlast the machine's end."""
+        with self._lock:
+            if self._descriptor is None:
+                return
+            try:
+                os.fsync(self._descriptor)
+            except OSError as error:
+                self._warning.report(self._path, error)
+
     def close(self) -> None:
         """Close the file; later records are dropped. May be called again."""
         with self._lock:
@@ -81,7 +91,11 @@ class AuditLog:
 
     def _line(self, kind: str, values: Mapping[str, Any]) -> bytes:
         record = {"kind": kind, "time": self._now(), "rank": self._rank, **values}
-        return json.dumps(to_json(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            text = _ENCODER.encode(record)
+        except (TypeError, ValueError):  # odd keys, numbers that are not finite
+            text = _ENCODER.encode(to_json(record))
+        return text.encode() + b"\n"
 
     def _append(self, line: bytes) -> None:
         descriptor = self._open()
@@ -141,6 +155,9 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=to_json)
 
 
 def _ends_mid_line(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""One rank's telemetry: counters, activity clock, audit, trace, and on rank 0 TensorBoard and the live view.
+"""One rank's telemetry: counters, activity clock, audit, ledger, trace, and on rank 0 TensorBoard and the live view.
 
 The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
 only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
@@ -20,6 +20,7 @@ from swift_stage2.telemetry.activity import Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
 from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.facts import RoundFacts, StepFacts
+from swift_stage2.telemetry.ledger import Ledger, ledger_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.merging import SumAcrossRanks
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``trace`` and
-    ``pipeline``, which any thread may use."""
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``trace``
+    and ``pipeline``, which any thread may use."""
 
     def __init__(
         self,
@@ -59,7 +60,11 @@ class Telemetry:
         self.clock = ActivityClock()
         self.trace = Trace(trace)
         self.audit = AuditLog(audit_path(run_dir, rank) if audit else None, rank, warning=self._storage)
-        self.pipeline = PipelineRecorder(self.counters, self.audit, self.trace)
+        keeps_ledger = audit and queue_limit is not None
+        self.ledger = Ledger(
+            AuditLog(ledger_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage)
+        )
+        self.pipeline = PipelineRecorder(self.counters, self.audit, self.ledger, self.trace)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
@@ -161,6 +166,7 @@ class Telemetry:
         self._closed = True
         self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
         self.audit.close()
+        self.ledger.close()
         if self._board is not None:
             self._flush_plans()
             self._board.close()

@@ -1,4 +1,4 @@
-"""Turns what channel B's pipeline reports into counters, audit records and spans.
+"""Turns what channel B's pipeline reports into counters, audit and ledger records, and spans.
 
 Called on the pipeline's thread, and on the learner's for drops that its own calls cause. Measures the time
 since the last progress, which tells a slow pipeline from a dead one.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.facts import BatchFacts, PackFacts, QualityFacts, SegmentFacts
+from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.spans import Trace
 
 _CUT_BY_OUR_OWN_STOP = "stopped"
@@ -21,10 +22,16 @@ class PipelineRecorder:
     """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
 
     def __init__(
-        self, counters: Counters, audit: AuditLog, trace: Trace, now_s: Callable[[], float] = time.monotonic
+        self,
+        counters: Counters,
+        audit: AuditLog,
+        ledger: Ledger,
+        trace: Trace,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._counters = counters
         self._audit = audit
+        self._ledger = ledger
         self._trace = trace
         self._now_s = now_s
         self._last_progress_s = now_s()
@@ -58,41 +65,25 @@ class PipelineRecorder:
         self._stage("prepare", seconds)
         self._last_progress_s = self._now_s()
         self._count_quality(segment.quality)
-        self._audit.write(
-            "segment",
-            sample_id=segment.sample_id,
-            version=segment.version,
-            num_tokens=segment.num_tokens,
-            quality=segment.quality,
-            seconds=seconds,
-        )
+        self._ledger.matched(segment)
 
     def pack(self, pack: PackFacts, seconds: float) -> None:
-        """One pack was collated and offered to the queue."""
+        """One pack was collated and is about to be offered to the queue."""
         self._stage("pack", seconds)
         self._last_progress_s = self._now_s()
         self._counters.add("packs_made")
         self._counters.add("segments_packed", len(pack.keys))
         self._counters.add("tokens_packed", pack.num_tokens)
         self._counters.add("tokens_capacity", pack.capacity_tokens)
-        self._audit.write(
-            "pack",
-            pack_id=pack.pack_id,
-            version=pack.version,
-            samples=list(pack.keys),
-            num_tokens=pack.num_tokens,
-            capacity_tokens=pack.capacity_tokens,
-        )
+        self._ledger.packed(pack)
 
     def dropped(self, pack: PackFacts, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
         self._counters.add(f"packs_{reason}")
-        self._audit.write("drop", pack_id=pack.pack_id, version=pack.version, reason=reason)
 
     def stale_segment(self, segment: SegmentFacts) -> None:
         """A segment went stale before it was packed."""
         self._counters.add("segments_dropped_stale")
-        self._audit.write("stale_segment", sample_id=segment.sample_id, version=segment.version)
 
     def quarantined(self, key: object, reason: str, message: str) -> None:
         """A sample was given up; ``reason`` is one of ``QUARANTINE_REASONS``."""

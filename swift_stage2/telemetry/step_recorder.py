@@ -48,7 +48,6 @@ class StepRecorder:
             plan_seconds=facts.plan_seconds,
             num_tokens=sum(pack.num_tokens for pack in facts.packs),
             packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
-            samples=[key for pack in facts.packs for key in pack.keys],
             activity_ns={activity: ns for activity, ns in spent.items() if ns},
         )
 

@@ -28,6 +28,9 @@ from swift_stage2.rollout_protocol import may_abort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.ledger import Ledger, read_ledger
+from swift_stage2.telemetry.ledger_account import account_of
 
 PATIENCE_S = 20.0
 WINDOW = 2
@@ -57,6 +60,7 @@ class Recorder:
     stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     num_batches: int = 0
+    ledger: Ledger = field(default_factory=lambda: Ledger(AuditLog(None)))
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,10 +71,12 @@ class Recorder:
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)
+        self.ledger.matched(segment)
         self._tell()
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self.packs.append(pack)
+        self.ledger.packed(pack)
         self._tell()
 
     def dropped(self, pack: Pack, reason: str) -> None:
@@ -97,7 +103,8 @@ class Recorder:
 class StandInClient:
     """Answers as told; by default every sample with nothing, sampled under the current version."""
 
-    def __init__(self, clock: VersionClock, server_encoder: Encoder) -> None:
+    def __init__(self, clock: VersionClock, server_encoder: Encoder, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._clock = clock
         self._encoder = server_encoder
         self.answer: Answer = self.answer_all
@@ -109,6 +116,9 @@ class StandInClient:
         self.calls.append(tuple(sample.key for sample in samples))
         pairs = zip(samples, requests, strict=True)
         self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
+        keys = self.calls[-1]
+        self._ledger.sent(keys, server="stand-in", seed=1, version=self._clock.current)
+        self._ledger.finished(keys, server="stand-in", end="answered", seconds=0.01)
         return self.answer(samples)
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
@@ -152,7 +162,7 @@ class Bench:
         assert reservation is not None
         packs = reservation.take()
         for pack in packs:
-            self.source.settle(pack.keys)
+            self.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=0, version=self.clock.current)
             self.trained += pack.keys
         return packs
 
@@ -163,11 +173,20 @@ def make_bench(
 ) -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(data: Any = None, *, target_packs: int = 2, limit: int = 4, **changes: Any) -> Bench:
+    def make(
+        data: Any = None,
+        *,
+        target_packs: int = 2,
+        limit: int = 4,
+        ledger_path: Path | None = None,
+        **changes: Any,
+    ) -> Bench:
         clock = VersionClock()
-        source = SampleSource(rows if data is None else data, rank=0, world_size=1, seed=1)
-        client = StandInClient(clock, server_encoder)
-        events = Recorder()
+        events = Recorder(ledger=Ledger(AuditLog(ledger_path)))
+        source = SampleSource(
+            rows if data is None else data, rank=0, world_size=1, seed=1, events=events.ledger
+        )
+        client = StandInClient(clock, server_encoder, events.ledger)
         pipelines: list[Pipeline] = []
         queue: ReadyQueue[Pack] = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
         settings: dict[str, Any] = {
@@ -593,9 +612,22 @@ def test_the_thread_wakes_for_a_new_step_at_once(make_bench: Callable[..., Bench
 # --- nothing is lost ---------------------------------------------------------------------------------
 
 
-def test_every_sample_that_was_drawn_ends_in_exactly_one_place(make_bench: Callable[..., Bench]) -> None:
-    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle."""
-    bench = make_bench(target_packs=3, limit=3)
+def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle.
+
+    A checkpoint is taken at every step, while the thread draws: the ledger must agree with each.
+    """
+    bench = make_bench(target_packs=3, limit=3, ledger_path=tmp_path / "rank0.jsonl")
+    bench.events.ledger.start(
+        run_id="run",
+        step=0,
+        world_size=1,
+        version_window=WINDOW,
+        save_id=None,
+        state=bench.source.state_dict(),
+    )
 
     def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
         turn = len(bench.client.calls) % 5
@@ -635,8 +667,11 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(make_bench: Calla
             reservation = bench.queue.reserve(1, current_version=bench.clock.current)
             if reservation is not None:
                 for pack in reservation.take():
-                    bench.source.settle(pack.keys)
+                    bench.source.settle_trained(
+                        pack.keys, pack_id=pack.pack_id, step=step, version=bench.clock.current
+                    )
                     bench.trained += pack.keys
+        bench.source.checkpoint(step=step + 1, save_id=f"save {step}")
     assert bench.pipeline.stop(PATIENCE_S)
     assert bench.pipeline.failure is None
     ends = Counter((key.epoch, key.position) for key in bench.trained)
@@ -646,3 +681,9 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(make_bench: Calla
     assert bench.events.quarantines
     assert set(ends) == set(drawn)
     assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
+    account = account_of({0: read_ledger(tmp_path / "rank0.jsonl")})
+    assert account.is_balanced, account
+    (rank,) = account.ranks
+    assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
+    assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
+    assert {"stale", "failed", "timed_out"} <= rank.returned.keys()

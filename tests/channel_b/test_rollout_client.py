@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
 from swift_stage2.fence import InferFence, TicketHolder
+from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.ledger import Ledger, read_ledger
 
 PATIENCE_S = 20.0
 KEY = "sk-very-secret-0123456789"
@@ -785,3 +788,34 @@ def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer, fence: In
                 ask(client, 1, first=first)
     assert len(set(server.seeds)) == 80
     assert 0 not in server.seeds
+
+
+# --- what is told ------------------------------------------------------------------------------------
+
+
+def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
+    server: FakeRolloutServer, fence: InferFence, tmp_path: Path
+) -> None:
+    server.on_infer = failing_on("2")
+    path = tmp_path / "rank0.jsonl"
+    with make_client(server, fence=fence, events=Ledger(AuditLog(path))) as client:
+        outcome = ask(client, 4)
+    told = read_ledger(path)
+    sent, finished = told[::2], told[1::2]
+    assert {record["kind"] for record in sent} == {"sent"}
+    assert {record["kind"] for record in finished} == {"finished"}
+    assert [record["samples"] for record in sent] == [record["samples"] for record in finished]
+    posted = [[str(position) for _, position, _, _ in record["samples"]] for record in sent]
+    called = [list(call.texts) for call in server.infer_calls]
+    assert all(texts in called for texts in posted)
+    assert (posted[0], posted.count(["2"])) == (["0", "1", "2", "3"], 2), "an error answer is asked once more"
+    assert {(record["server"], record["version"]) for record in sent} == {(server.url, 3)}
+    assert len({record["seed"] for record in sent}) == len(sent)
+    answered = sorted(
+        position
+        for record in finished
+        if record["end"] == PostEnd.ANSWERED
+        for _, position, _, _ in record["samples"]
+    )
+    assert answered == sorted(rollout.sample.key.position for rollout in outcome.rollouts) == [0, 1, 3]
+    assert {record["end"] for record in finished} == {"answered", "error_answer"}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from swift_stage2.channel_b.records import SampleKey
+from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import DatasetError, SampleError
 
@@ -31,6 +32,10 @@ def _source(count: int = NUM_ROWS, *, rank: int = 0, world_size: int = 1, seed: 
     return SampleSource(_rows(count), rank=rank, world_size=world_size, seed=seed)
 
 
+def _settle(source: SampleSource, keys: Sequence[SampleKey]) -> None:
+    source.settle_trained(keys, pack_id="p", step=0, version=1)
+
+
 def _epoch(source: SampleSource, epoch: int) -> list[int]:
     """The row numbers of one epoch, drawn to its end."""
     indices: list[int] = []
@@ -41,7 +46,7 @@ def _epoch(source: SampleSource, epoch: int) -> list[int]:
             source.load_state_dict(state)
             return indices
         indices.append(drawn.key.index)
-        source.settle([drawn.key])
+        _settle(source, [drawn.key])
 
 
 @given(count=st.integers(1, 40), world_size=st.integers(1, 5), seed=st.integers(0, 2**40))
@@ -93,8 +98,8 @@ def test_a_sample_carries_its_row_labels_and_boxes() -> None:
 def test_what_comes_back_is_drawn_first_and_in_order() -> None:
     source = _source()
     keys = [drawn.key for drawn in source.draw(4)]
-    source.give_back([keys[2], keys[0]], count_attempt=False)
-    source.give_back([keys[1]], count_attempt=True)
+    source.give_back([keys[2], keys[0]], ReturnReason.FAILED)
+    source.give_back([keys[1]], ReturnReason.STALE)
     assert [drawn.key for drawn in source.draw(4)] == [
         keys[2],
         keys[0],
@@ -106,8 +111,8 @@ def test_what_comes_back_is_drawn_first_and_in_order() -> None:
 def test_a_settled_sample_cannot_come_back() -> None:
     source = _source()
     keys = [drawn.key for drawn in source.draw(2)]
-    source.settle(keys[:1])
-    source.give_back(keys, count_attempt=False)
+    _settle(source, keys[:1])
+    source.give_back(keys, ReturnReason.FAILED)
     assert source.num_outstanding == 1
     assert [drawn.key.position for drawn in source.draw(2)] == [1, 2]
 
@@ -177,17 +182,18 @@ class Stream(RuleBasedStateMachine):
         return taken
 
     @precondition(lambda self: self.in_hand)
-    @rule(data=st.data(), count_attempt=st.booleans())
-    def give_back(self, data: st.DataObject, count_attempt: bool) -> None:
+    @rule(data=st.data(), reason=st.sampled_from(ReturnReason))
+    def give_back(self, data: st.DataObject, reason: ReturnReason) -> None:
         keys = self._take(data)
-        self.source.give_back(keys, count_attempt=count_attempt)
-        self.again.extend(replace(key, attempt=key.attempt + count_attempt) for key in keys)
+        self.source.give_back(keys, reason)
+        used_up = reason in ("stale", "overflow", "timed_out")
+        self.again.extend(replace(key, attempt=key.attempt + used_up) for key in keys)
 
     @precondition(lambda self: self.in_hand)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         keys = self._take(data)
-        self.source.settle(keys)
+        _settle(self.source, keys)
         self.settled.update((key.epoch, key.position) for key in keys)
 
     @rule()

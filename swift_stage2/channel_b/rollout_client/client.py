@@ -20,6 +20,7 @@ from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
 from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
 from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST, SeedLedger
 from swift_stage2.channel_b.rollout_client.share import merge_shares
+from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 
@@ -51,6 +52,7 @@ class RolloutClient:
         full_share: int = 1,
         on_abandoned: Callable[[str], None] = lambda url: None,
         is_lost: Callable[[str, int], bool] = lambda url, version: False,
+        events: PostEvents | None = None,
     ) -> None:
         """No server is proven at first.
 
@@ -59,7 +61,7 @@ class RolloutClient:
         our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
         fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held. ``is_lost`` says
         of a base URL whether what was proven there for a version is known to have ended: a stock server's answers do
-        not tell who gives them.
+        not tell who gives them. ``events`` hears of every POST, on the lane's thread.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
@@ -79,6 +81,7 @@ class RolloutClient:
             canary=canary,
             on_abandoned=on_abandoned,
             is_lost=is_lost,
+            events=events or Unrecorded(),
         )
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}

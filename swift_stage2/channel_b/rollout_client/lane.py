@@ -22,6 +22,7 @@ from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPl
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.channel_b.sample_events import PostEvents
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
@@ -49,6 +50,7 @@ class LaneSettings:
     canary: Request | None
     on_abandoned: Callable[[str], None]
     is_lost: Callable[[str, int], bool]
+    events: PostEvents
 
 
 class ServerLane:
@@ -134,11 +136,16 @@ class ServerLane:
         leader = share.samples[(piece.indices or share.plan.accused)[0]]
         seed = self._settings.seeds.next_seed(leader.key)
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
+        keys = [share.samples[number].key for number in piece.indices]
+        if keys:
+            self._settings.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
         started = time.monotonic()
         result = self._connection.infer(requests, self._config(piece, seed), timeout_s=timeout_s)
         post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
         share.num_posts += 1
         result = self._doubt(result, ticket.version)
+        if keys:
+            self._settings.events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
             if all(completion.finish_reason != "abort" for completion in result.completions):

@@ -1,0 +1,184 @@
+"""Turns what happens to samples into one rank's ledger, JSON lines that only grow: ``RUN_DIR/ledger/rankN.jsonl``.
+
+Written by the audit's own line writer, so a torn line is stepped over and a full disk leaves a gap record. What
+the sample source tells is written under its lock, so the ledger up to a ``checkpoint`` record and that
+checkpoint's state agree exactly. Read by ``ledger_account``; ``docs/design/ledger.md`` tells what it proves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.errors import UserError
+from swift_stage2.telemetry.audit import GAP, AuditLog, Record
+from swift_stage2.telemetry.facts import KeyFacts, PackFacts, SegmentFacts
+
+
+class Entry(StrEnum):
+    """What a record tells. ``samples`` are [epoch, position, index, attempt] each."""
+
+    START = "start"
+    """A process began before ``step``, with ``state``; from the checkpoint ``save_id`` if it resumed one."""
+    DRAWN = "drawn"
+    SENT = "sent"
+    """A POST left: ``server``, ``seed``, ``version``."""
+    FINISHED = "finished"
+    """It ended: ``end`` is "answered" or says why not."""
+    MATCHED = "matched"
+    """A rollout was parsed, matched, corrected and encoded; ``version`` is the rollout's."""
+    PACKED = "packed"
+    RETURNED = "returned"
+    """They are drawn again before any new one; ``samples`` have the attempt that they are drawn with."""
+    TRAINED = "trained"
+    """``step`` takes them; it is void if the process does not survive that step and the run is resumed."""
+    QUARANTINED = "quarantined"
+    CHECKPOINT = "checkpoint"
+    """``state`` is the source's, as the checkpoint ``save_id`` before ``step`` holds it."""
+    TORN = "torn"
+    """Never written: what the reader puts in the place of a line that is no record."""
+
+
+_KNOWN_KINDS = {*Entry, GAP}
+
+
+def ledger_path(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` of a run writes."""
+    return run_dir / "ledger" / f"rank{rank}.jsonl"
+
+
+class Ledger:
+    """One rank's record of every sample's life. Safe for any number of threads; never raises for the disk's sake."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+
+    def start(
+        self,
+        *,
+        run_id: str,
+        step: int,
+        world_size: int,
+        version_window: int,
+        save_id: str | None,
+        state: Mapping[str, Any],
+    ) -> None:
+        """A process begins; called before anything is drawn. ``save_id`` names the checkpoint it resumes."""
+        self._log.write(
+            Entry.START,
+            run_id=run_id,
+            step=step,
+            world_size=world_size,
+            version_window=version_window,
+            save_id=save_id,
+            state=state,
+        )
+
+    def drawn(self, keys: Sequence[KeyFacts]) -> None:
+        """The source gave out these samples, new or returned."""
+        self._log.write(Entry.DRAWN, samples=_entries(keys))
+
+    def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
+        """A POST asks ``server``, which holds ``version``, for one rollout each."""
+        self._log.write(Entry.SENT, samples=_entries(keys), server=server, seed=seed, version=version)
+
+    def finished(self, keys: Sequence[KeyFacts], *, server: str, end: str, seconds: float) -> None:
+        """That POST ended."""
+        self._log.write(
+            Entry.FINISHED, samples=_entries(keys), server=server, end=end, seconds=round(seconds, 4)
+        )
+
+    def matched(self, segment: SegmentFacts) -> None:
+        """A rollout became a segment."""
+        self._log.write(
+            Entry.MATCHED,
+            samples=_entries([segment.key]),
+            version=segment.version,
+            num_tokens=segment.num_tokens,
+            quality=segment.quality,
+        )
+
+    def packed(self, pack: PackFacts) -> None:
+        """Segments became a pack; called before the pack can be trained or dropped."""
+        self._log.write(
+            Entry.PACKED,
+            samples=_entries(pack.keys),
+            pack_id=pack.pack_id,
+            version=pack.version,
+            num_tokens=pack.num_tokens,
+            capacity_tokens=pack.capacity_tokens,
+        )
+
+    def returned(self, keys: Sequence[KeyFacts], reason: str) -> None:
+        """Samples came back untrained."""
+        self._log.write(Entry.RETURNED, samples=_entries(keys), reason=reason)
+
+    def trained(self, keys: Sequence[KeyFacts], *, pack_id: str, step: int, version: int) -> None:
+        """``step`` takes a pack, under the weights ``version``."""
+        self._log.write(Entry.TRAINED, samples=_entries(keys), pack_id=pack_id, step=step, version=version)
+
+    def quarantined(self, key: KeyFacts, reason: str, message: str) -> None:
+        """A sample is given up."""
+        self._log.write(Entry.QUARANTINED, samples=_entries([key]), reason=reason, message=message)
+
+    def checkpoint(self, *, step: int, save_id: str, state: Mapping[str, Any]) -> None:
+        """The source's state was taken for a checkpoint."""
+        self._log.write(Entry.CHECKPOINT, step=step, save_id=save_id, state=state)
+
+    def flush_to_disk(self) -> None:
+        """Makes what was written outlast the machine's end; called before a checkpoint is written."""
+        self._log.flush_to_disk()
+
+    def close(self) -> None:
+        """Close the file; later records are dropped. May be called again."""
+        self._log.close()
+
+
+def read_ledger(path: Path) -> list[Record]:
+    """The records of one file, in the order in which they were written; ``Entry.TORN`` where a line is none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return [_parse(line) for line in file if line.strip()]
+
+
+def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
+    """Every rank's records, those of the first directory first.
+
+    Raises:
+        UserError: a directory holds no ledger, or one of its files cannot be read.
+    """
+    ledgers: dict[int, list[Record]] = {}
+    for run_dir in run_dirs:
+        paths = sorted((run_dir / "ledger").glob("rank*.jsonl"))
+        if not paths:
+            raise UserError(
+                f"a report needs a run's directory with ledger/rank*.jsonl, got {run_dir}; name swift.output_dir (and "
+                "in it the folder vN-DATE) of a run that had channel B and telemetry.audit: true"
+            )
+        for path in paths:
+            try:
+                ledgers.setdefault(int(path.stem.removeprefix("rank")), []).extend(read_ledger(path))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"a ledger is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"
+                ) from error
+    return ledgers
+
+
+def _parse(line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    is_known = isinstance(record, dict) and record.get("kind") in _KNOWN_KINDS
+    return record if is_known else {"kind": str(Entry.TORN)}
+
+
+def _entries(keys: Sequence[KeyFacts]) -> list[list[int]]:
+    return [[key.epoch, key.position, key.index, key.attempt] for key in keys]

@@ -1,0 +1,85 @@
+"""Turns the ledgers of all ranks into an account: what became of every sample, and what breaks the rules. Pure.
+
+Each rank's effective history is replayed by itself; then the ranks are compared. ``docs/design/ledger.md`` lists the
+rules. Called by ``report`` and by the fault bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger_history import Process, effective_history, run_of, split_by_process
+from swift_stage2.telemetry.ledger_replay import RankAccount, Replay, Violation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAccount:
+    """All ranks' accounts, and what only shows when they are compared."""
+
+    ranks: tuple[RankAccount, ...]
+    violations: tuple[Violation, ...]
+
+    @property
+    def num_violations(self) -> int:
+        """Broken rules, over all ranks."""
+        return len(self.violations) + sum(len(rank.violations) for rank in self.ranks)
+
+    @property
+    def is_provable(self) -> bool:
+        """Whether every record of the effective history is there."""
+        return not any(rank.num_records_lost for rank in self.ranks)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether it is proven that every sample has one end or is in hand."""
+        return self.is_provable and self.num_violations == 0
+
+
+def account_of(ledgers: Mapping[int, Sequence[Record]]) -> RunAccount:
+    """The account of a run from the records of every rank, oldest first; parts of a run follow each other."""
+    processes = {rank: split_by_process(records) for rank, records in sorted(ledgers.items())}
+    # A process that some rank never began cannot have trained, for every step is agreed on by all.
+    common = set.intersection(*({run_of(process) for process in every} for every in processes.values()))
+    histories = {
+        rank: effective_history([process for process in every if run_of(process) in common])
+        for rank, every in processes.items()
+    }
+    ranks = tuple(
+        _replay(rank, history, sum(map(_num_trained, processes[rank]))) for rank, history in histories.items()
+    )
+    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)))
+
+
+def _replay(rank: int, history: Sequence[Process], num_ever_trained: int) -> RankAccount:
+    records = [record for process in history for record in process]
+    while records and records[-1]["kind"] == Entry.TORN:
+        records.pop()  # a process was killed while it wrote this, or is writing it now
+    replay = Replay(rank)
+    for record in records:
+        replay.take(record)
+    return replay.account(num_resumes=len(history) - 1, num_void=num_ever_trained - replay.num_trained)
+
+
+def _num_trained(process: Process) -> int:
+    return sum(len(record["samples"]) for record in process if record["kind"] == Entry.TRAINED)
+
+
+def _compare(histories: Mapping[int, Sequence[Process]]) -> Iterator[Violation]:
+    if not all(histories.values()):
+        yield Violation("all ranks tell of a process that they began together")
+        return
+    (first, way), *others = (
+        (rank, [(process[0].get("run_id"), process[0].get("save_id")) for process in history])
+        for rank, history in histories.items()
+    )
+    for rank, other in others:
+        if other != way:
+            yield Violation(f"all ranks resume the same checkpoints, rank {rank} others than rank {first}")
+    world_size = histories[first][-1][0].get("world_size", 1)
+    if missing := sorted(set(range(world_size)) - set(histories)):
+        yield Violation(
+            f"every rank has a ledger, rank {', '.join(map(str, missing))} of {world_size} has none"
+        )

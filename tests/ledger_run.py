@@ -1,0 +1,95 @@
+"""One rank's ledger as a run writes it: the real source and the real writer, driven by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.channel_b.records import MatchQuality, Pack, SampleKey, Segment
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Ledger, ledger_path, read_ledger
+from swift_stage2.telemetry.ledger_account import RankAccount, account_of
+
+WINDOW = 2
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"objects": {"ref": ["x"], "bbox": [[0, 0, 1, 1]]}} for _ in range(count)]
+
+
+class LedgerRun:
+    """A rank's process. ``save`` returns what a checkpoint holds; ``state`` resumes from one."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_rows: int = 7,
+        run_id: str = "run",
+        state: str | None = None,
+    ) -> None:
+        self.path = ledger_path(run_dir, rank)
+        self.ledger = Ledger(AuditLog(self.path, rank))
+        self.source = SampleSource(
+            rows(num_rows), rank=rank, world_size=world_size, seed=3, events=self.ledger
+        )
+        saved = json.loads(state) if state else {"step": 0, "save_id": None}
+        self.step: int = saved["step"]
+        if state:
+            self.source.load_state_dict(saved["source"])
+        self.ledger.start(
+            run_id=run_id,
+            step=self.step,
+            world_size=world_size,
+            version_window=WINDOW,
+            save_id=saved["save_id"],
+            state=self.source.state_dict(),
+        )
+
+    def draw(self, count: int) -> list[SampleKey]:
+        return [drawn.key for drawn in self.source.draw(count)]
+
+    def match(self, keys: list[SampleKey], version: int = 1) -> None:
+        """From the POST to segments."""
+        self.ledger.sent(keys, server="http://s", seed=5, version=version)
+        self.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
+        for key in keys:
+            self.ledger.matched(Segment(key, "", version, {}, 10, 6, MatchQuality(1, 1, 1, 0.5, 0, 0)))
+
+    def pack(self, keys: list[SampleKey], pack_id: str = "p") -> None:
+        self.ledger.packed(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40))
+
+    def train(self, keys: list[SampleKey], pack_id: str = "p", *, version: int = 1) -> None:
+        """The next step takes one pack."""
+        self.source.settle_trained(keys, pack_id=pack_id, step=self.step, version=version)
+        self.step += 1
+
+    def train_drawn(self, count: int) -> list[SampleKey]:
+        """The whole good way."""
+        keys = self.draw(count)
+        self.match(keys)
+        self.pack(keys)
+        self.train(keys)
+        return keys
+
+    def save(self, save_id: str) -> str:
+        source = self.source.checkpoint(step=self.step, save_id=save_id)
+        return json.dumps({"step": self.step, "save_id": save_id, "source": source})
+
+    def records(self) -> list[Record]:
+        return read_ledger(self.path)
+
+    def account(self) -> RankAccount:
+        (account,) = account_of({0: self.records()}).ranks
+        return account
+
+
+def again(key: SampleKey) -> SampleKey:
+    """As it is drawn after a return that used up a rollout."""
+    return replace(key, attempt=key.attempt + 1)
