@@ -30,6 +30,7 @@ _OWN_PARSER = {
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
+    "report": ("swift_stage2.report.command", "check that no sample of a run was lost or trained twice"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
 }
 

@@ -91,6 +91,8 @@ def _inject(trainer, step):
     if fault == "sigterm_after_b" and step >= int(at) and step % STEPS_PER_EPOCH and trainer.num_b_in_epoch:
         os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.SIGTERM)
+    if fault == "sigkill" and step == int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "nan" and step == int(at):
         with torch.no_grad():
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
+from swift_stage2.cli import main
+from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger_account import account_of
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -88,14 +92,16 @@ def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
         assert max(lags) <= 3
 
 
-def test_no_sample_is_trained_twice_in_an_epoch_of_its_stream(long_run: LearnerRun) -> None:
-    for rank in (0, 1):
-        trained = [
-            (key["epoch"], key["position"])
-            for record in long_run.audit(rank, "step")
-            for key in record["samples"]
-        ]
-        assert len(trained) == len(set(trained))
+def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(long_run: LearnerRun) -> None:
+    assert main(["report", str(long_run.directory)]) == 0
+    for rank, records in read_ledgers([long_run.directory]).items():
+        packs = [(r["step"], r["pack_id"]) for r in records if r["kind"] == "trained"]
+        steps = long_run.audit(rank, "step")
+        assert packs == [(step["step"], pack["pack_id"]) for step in steps for pack in step["packs"]]
+        places = [tuple(s[:2]) for r in records if r["kind"] == "trained" for s in r["samples"]]
+        assert len(places) == len(set(places)) > 100
+        before = {tuple(s[:2]) for r in records if r["kind"] == "sent" for s in r["samples"]}
+        assert set(places) <= before
 
 
 def test_activities_sum_to_wall_time(long_run: LearnerRun) -> None:
@@ -173,6 +179,42 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
     versions = [record["version"] for record in steps]
     assert versions == sorted(versions)
     assert _weights(resumed, 0) == _weights(resumed, 1)
+    _check_ledgers(first, second)
+
+
+def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trained_twice(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    directory = tmp_path / "run"
+    swift = {"max_steps": 16, "save_strategy": "steps", "save_steps": 5}
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift)
+    killed = run_learner(config, directory, ranks=2, inject="1:8:sigkill")
+    assert killed.status != 0
+    assert not (directory / "checkpoint-10").exists()
+    before = account_of(read_ledgers([directory]))
+    assert before.is_balanced
+    again = swift | {"resume_from_checkpoint": str(directory / "checkpoint-5")}
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again)
+    resumed = run_learner(config, directory, ranks=2)
+    assert resumed.status == 0, resumed.output[-3000:]
+    assert main(["report", str(directory)]) == 0
+    account = account_of(read_ledgers([directory]))
+    assert [rank.num_resumes for rank in account.ranks] == [1, 1]
+    assert all(rank.num_void > 0 for rank in account.ranks), "no B step fell between checkpoint and kill"
+    assert all(rank.trained > 0 for rank in account.ranks)
+
+
+def _check_ledgers(first: Path, second: Path) -> None:
+    """One balanced account of both runs; each on its own balances as well."""
+    assert main(["report", str(first), str(second)]) == 0
+    apart = [account_of(read_ledgers([directory])) for directory in (first, second)]
+    joined = account_of(read_ledgers([first, second]))
+    assert [account.is_balanced for account in apart] == [True, True]
+    assert [rank.num_resumes for rank in joined.ranks] == [1, 1]
+    assert [rank.num_void for rank in joined.ranks] == [0, 0], "the stop was agreed and saved"
+    assert [rank.trained for rank in joined.ranks] == [
+        before.trained + after.trained for before, after in zip(apart[0].ranks, apart[1].ranks, strict=True)
+    ]
 
 
 def test_weights_that_cannot_be_exported_end_all_ranks_with_the_same_cause(

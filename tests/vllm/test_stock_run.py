@@ -44,7 +44,7 @@ def test_channel_b_runs_and_plans_are_identical_on_all_ranks(run: LearnerRun) ->
     wanted = [step for step in _steps(run, 0) if step["wants_b"]]
     ran = [step for step in wanted if step["channel"] == "B"]
     assert len(ran) >= 0.5 * len(wanted) > 0, [step["skip_reason"] for step in wanted]
-    assert all(step["samples"] for step in ran)
+    assert all(step["packs"] for step in ran)
 
 
 def test_every_round_is_proven_by_the_canary(run: LearnerRun) -> None:

@@ -1,0 +1,7 @@
+"""``swift-stage2 report RUN_DIR``: reads what a run left behind and says whether nothing was lost.
+
+    command       options, files, exit status
+    ledger_table  the account for a terminal
+
+Finished, killed and running runs alike; the run itself is not touched.
+"""

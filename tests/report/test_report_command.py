@@ -1,0 +1,92 @@
+"""``swift-stage2 report`` on ledgers that the real writer left: what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ledger_run import LedgerRun
+
+from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.cli import main
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> list[LedgerRun]:
+    ranks = [LedgerRun(tmp_path, rank=rank, world_size=2, num_rows=21) for rank in (0, 1)]
+    for run in ranks:
+        run.train_drawn(2)
+        (late, bad) = run.draw(2)
+        run.source.give_back([late], ReturnReason.OVERFLOW)
+        run.source.settle_quarantined(bad, "too_slow", "three times")
+    return ranks
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_sound_run_is_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "balanced: every sample drawn was trained once, quarantined, or is in hand" in text
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
+    assert ["0", "4", "2", "1", "1", "0", "0"] in cells
+    assert ["all", "8", "4", "2", "2", "0", "0"] in cells
+    assert ["overflow", "2"] in cells
+    assert ["to be redrawn", "2"] in cells
+
+
+def test_a_sample_trained_twice_is_named_and_told_by_the_status(
+    tmp_path: Path, two_ranks: list[LedgerRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = two_ranks[1]
+    keys = run.train_drawn(3)
+    run.train(keys)
+    assert main(["report", str(tmp_path)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"rank 1: no sample is trained twice: 0:{keys[0].position}:{keys[0].index}" in text
+    assert "not balanced: 2 rules are broken" in text  # the sum does not add up either
+
+
+def test_a_lost_record_is_not_provable(
+    tmp_path: Path, two_ranks: list[LedgerRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = two_ranks[0].path
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], lines[-1][:9], b"\n", lines[-1]]))
+    assert main(["report", str(tmp_path)]) == 1
+    assert "not provable: 1 records were lost" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_killed_process_leaves_a_balanced_ledger(tmp_path: Path, two_ranks: list[LedgerRun]) -> None:
+    os.truncate(two_ranks[0].path, two_ranks[0].path.stat().st_size - 7)
+    assert main(["report", str(tmp_path)]) == 0
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_json_holds_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["balanced"], found["provable"], found["violations"]) == (True, True, [])
+    assert [rank["drawn"] for rank in found["ranks"]] == [4, 4]
+    assert found["ranks"][0]["quarantined"] == {"too_slow": 1}
+
+
+def test_a_run_resumed_elsewhere_is_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = LedgerRun(tmp_path / "a", run_id="a")
+    first.train_drawn(2)
+    second = LedgerRun(tmp_path / "b", run_id="b", state=first.save("s1"))
+    second.train_drawn(1)
+    assert main(["report", "--json", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert (rank["drawn"], rank["trained"], rank["num_resumes"]) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("name", ["absent", "."])
+def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "swift-stage2: error: a report needs a run's directory with ledger/rank*.jsonl, got "
+    )
+    assert "telemetry.audit: true" in line
