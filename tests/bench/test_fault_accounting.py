@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_run import LedgerRun
 
-from swift_stage2.bench.faults.accounting import Moments, account, first_notice, gaps, pause, report
+from swift_stage2.bench.faults.accounting import (
+    Moments,
+    SampleCount,
+    count_samples,
+    first_notice,
+    gaps,
+    pause,
+    report,
+)
+from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 
-_SAVED_AT = 1000.0
+NO_SAMPLES = RunAccount(ranks=(), violations=())
 
 
-def key(position: int, epoch: int = 0) -> dict[str, int]:
-    return {"epoch": epoch, "position": position, "index": position, "attempt": 0}
-
-
-def step(number: int, time: float, channel: str = "A", *positions: int, **fields: Any) -> dict[str, Any]:
+def step(number: int, time: float, channel: str = "A", **fields: Any) -> dict[str, Any]:
     return {
         "kind": "step",
         "step": number,
@@ -24,7 +32,6 @@ def step(number: int, time: float, channel: str = "A", *positions: int, **fields
         "version": 1,
         "skip_reason": None,
         "activity_ns": {"busy": 1},
-        "samples": [key(position) for position in positions],
     } | fields
 
 
@@ -35,78 +42,23 @@ def sync_round(
     return {"kind": "round", "time": time, "committed": proven, "seconds": seconds, "servers": {"0": server}}
 
 
-def quarantine(position: int, time: float = 10.0) -> dict[str, Any]:
-    return {
-        "kind": "quarantine",
-        "time": time,
-        "sample": key(position),
-        "reason": "rollout",
-        "message": "poison",
-    }
-
-
 def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
     failures = [{"end": end, "reason": "because"} for end in ends]
     numbers = {"num_rollouts": num_rollouts, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
     return {"kind": "batch", "time": time, "failures": failures} | numbers
 
 
-def state(
-    position: int, *outstanding: int, epoch: int = 0, num_rows: int = 20, at_step: int = 9
-) -> dict[str, Any]:
-    source = {
-        "epoch": epoch,
-        "position": position,
-        "num_rows": num_rows,
-        "world_size": 2,
-        "outstanding": [[epoch, number, number, 0] for number in outstanding],
-    }
-    return {"rank": 0, "step": at_step, "saved_at": _SAVED_AT, "state": {"learner": {"source": source}}}
-
-
-def test_every_position_has_one_end() -> None:
-    found = account([step(1, 1.0, "B", 0, 1), quarantine(2), step(2, 2.0, "B", 4)], state(6, 3, 5))
-    assert (found.drawn, found.trained, found.quarantined, found.outstanding) == (6, 3, 1, 2)
-    assert (found.lost, found.trained_twice, found.contradictory) == (0, 0, 0)
-
-
-def test_a_position_that_nobody_ended_is_lost() -> None:
-    assert account([step(1, 1.0, "B", 0)], state(3, 2)).lost == 1
-
-
-def test_a_position_trained_at_two_steps_is_trained_twice() -> None:
-    found = account([step(1, 1.0, "B", 0), step(2, 2.0, "B", 0)], state(1))
-    assert found.trained_twice == 1
-    assert found.lost == 0
-
-
-def test_trained_and_kept_for_later_contradict_each_other() -> None:
-    assert account([step(1, 1.0, "B", 0)], state(1, 0)).contradictory == 1
-
-
-def test_trained_without_having_been_drawn_is_a_contradiction() -> None:
-    assert account([step(1, 1.0, "B", 7)], state(1, 0)).contradictory == 1
-
-
-def test_steps_behind_the_checkpoint_do_not_count() -> None:
-    found = account([step(9, 1.0, "B", 0)], state(1, 0, at_step=9))
-    assert (found.trained, found.outstanding, found.contradictory) == (0, 1, 0)
-
-
-def test_what_was_quarantined_behind_the_checkpoint_is_still_in_hand() -> None:
-    found = account([quarantine(0, _SAVED_AT + 1)], state(1, 0))
-    assert (found.quarantined, found.outstanding, found.contradictory) == (0, 1, 0)
-
-
-def test_whole_epochs_before_the_cursor_were_drawn_in_every_shard() -> None:
-    # 21 rows over two ranks: rank 0 holds 11 of them in every epoch
-    assert account([], state(2, epoch=1, num_rows=21)).drawn == 11 + 2
-
-
-def test_accounts_of_ranks_add_up() -> None:
-    one = account([step(1, 1.0, "B", 0)], state(2))
-    assert (one + one).lost == 2
-    assert (one + one).drawn == 4
+def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:
+    ranks = [LedgerRun(tmp_path, rank=rank, world_size=2, num_rows=21) for rank in (0, 1)]
+    for run in ranks:
+        run.train_drawn(3)
+        (bad, _) = run.draw(2)
+        run.source.settle_quarantined(bad, "bad_sample", "no box")
+    found = count_samples(account_of(read_ledgers([tmp_path])))
+    assert found == SampleCount(drawn=10, trained=6, quarantined=2, in_hand=2)
+    ranks[1].train(ranks[1].train_drawn(1))
+    spoilt = count_samples(account_of(read_ledgers([tmp_path])))
+    assert "no sample is trained twice" in spoilt.broken_rules
 
 
 def test_a_gap_is_told_by_the_later_record() -> None:
@@ -157,7 +109,7 @@ def test_notice_is_the_first_thing_that_only_the_fault_explains() -> None:
 
 
 def run_of(records: list[dict[str, Any]], **moments: float) -> Any:
-    return report([records], [state(0)], Moments(fault=5.5, **moments))
+    return report([records], NO_SAMPLES, Moments(fault=5.5, **moments))
 
 
 def test_proof_and_b_count_only_after_the_fault_was_healed() -> None:
@@ -185,7 +137,7 @@ def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
 def test_ranks_that_plan_differently_are_counted() -> None:
     one, other = steady(5), steady(5)
     other[3]["channel"] = "B"
-    found = report([one, other], [state(0), state(0)], Moments(fault=0.5))
+    found = report([one, other], NO_SAMPLES, Moments(fault=0.5))
     assert found.num_disagreements == 1
 
 

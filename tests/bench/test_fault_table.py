@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_stage2.bench.faults.accounting import FaultReport, Pause, SampleAccount
+from swift_stage2.bench.faults.accounting import FaultReport, Pause, SampleCount
 from swift_stage2.bench.faults.fault_table import RowResult, as_json, markdown
 from swift_stage2.bench.faults.leftovers import Leftovers
 
@@ -28,7 +28,7 @@ _REPORT = FaultReport(
     b_steps_meanwhile=1,
     b_skipped={"queue": 14},
     pause=_PAUSE,
-    samples=SampleAccount(drawn=10, trained=7, quarantined=1, outstanding=2),
+    samples=SampleCount(drawn=10, trained=7, quarantined=1, in_hand=2),
     unproven_rollouts=0,
     counters={"sync_rounds_failed": 1, "rollouts_failed": 0},
     warnings=(),
@@ -43,9 +43,8 @@ def test_a_row_that_went_well_has_no_problems() -> None:
 
 def test_every_loss_is_a_problem() -> None:
     for change in (
-        {"samples": SampleAccount(lost=1)},
-        {"samples": SampleAccount(trained_twice=1)},
-        {"samples": SampleAccount(contradictory=1)},
+        {"samples": SampleCount(broken_rules=("no sample is trained twice",))},
+        {"samples": SampleCount(records_lost=1)},
         {"unproven_rollouts": 3},
         {"num_disagreements": 1},
         {"b_again_at_step": None},
@@ -67,7 +66,7 @@ def test_the_table_has_one_line_per_row_and_no_address_or_path() -> None:
     assert "127.0.0.1" not in line
     assert "/build" not in line
     assert "0123456789abcdef" not in line
-    assert "10 = 7 + 1 + 2; 0; 0" in line
+    assert "10 = 7 + 1 + 2; 0 |" in line
     assert "after 34 steps" in line
 
 

@@ -39,8 +39,8 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_reply_cut_in_half_costs_no_sample(row: dict[str, Any]) -> None:
     samples = row["report"]["samples"]
     assert samples["trained"] > 0
-    assert samples["drawn"] == samples["trained"] + samples["quarantined"] + samples["outstanding"]
-    assert (samples["lost"], samples["trained_twice"], samples["quarantined"]) == (0, 0, 0)
+    assert samples["drawn"] == samples["trained"] + samples["quarantined"] + samples["in_hand"]
+    assert (samples["broken_rules"], samples["records_lost"], samples["quarantined"]) == ([], 0, 0)
 
 
 def test_the_server_is_suspect_until_a_round_proves_it_and_then_b_runs(row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""The audits of a run in which a fault was injected, turned into what the table says: pure, nothing is read here.
+"""The audits and ledgers of a run in which a fault was injected, turned into what the table says: pure.
 
 Times are Unix seconds, as the audit has them. Steps and rounds are rank 0's, because all ranks decide alike (a
-difference is counted); samples are every rank's own.
+difference is counted); samples are every rank's own, and the ledger's account judges them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger_account import RunAccount
 
 _NUM_WARMUP_STEPS = 3
 _NANOSECONDS = 1e9
@@ -41,24 +41,16 @@ class Moments:
     """When the round was recorded whose weights were spoilt."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleAccount:
-    """Every position that was drawn, by how it ended. Sums over ranks add up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCount:
+    """How the samples of all ranks ended, as their ledgers prove it."""
 
     drawn: int = 0
     trained: int = 0
     quarantined: int = 0
-    outstanding: int = 0
-    lost: int = 0
-    """Drawn, and neither trained, quarantined nor kept for later."""
-    trained_twice: int = 0
-    contradictory: int = 0
-    """With two ends, or trained without having been drawn."""
-
-    def __add__(self, other: SampleAccount) -> SampleAccount:
-        return SampleAccount(
-            *(getattr(self, name) + getattr(other, name) for name in SampleAccount.__dataclass_fields__)
-        )
+    in_hand: int = 0
+    broken_rules: tuple[str, ...] = ()
+    records_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +100,7 @@ class FaultReport:
     """B steps on packs that were ready when it happened, or made since from a proven server."""
     b_skipped: Mapping[str, int]
     pause: Pause
-    samples: SampleAccount
+    samples: SampleCount
     unproven_rollouts: int
     """Accepted from a restarted server before a round proved it."""
     counters: Mapping[str, int]
@@ -124,10 +116,8 @@ class FaultReport:
     num_disagreements: int = 0
 
 
-def report(
-    records: Sequence[Sequence[Record]], states: Sequence[Mapping[str, Any]], moments: Moments
-) -> FaultReport:
-    """``records[rank]`` and ``states[rank]`` are one rank's audit and resume state (with ``saved_at``)."""
+def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Moments) -> FaultReport:
+    """``records[rank]`` is one rank's audit; ``samples`` what the ledgers of all ranks come to."""
     first = records[0]
     steps, rounds = _of_kind(first, "step"), _of_kind(first, "round")
     proof = _proof_after(rounds, moments)
@@ -148,7 +138,7 @@ def report(
         b_steps_meanwhile=sum(step["channel"] == "B" for step in meanwhile),
         b_skipped=dict(Counter(step["skip_reason"] for step in meanwhile if step["skip_reason"])),
         pause=pause(gaps(steps), later, moments.fault, end),
-        samples=sum((account(*rank) for rank in zip(records, states, strict=True)), SampleAccount()),
+        samples=count_samples(samples),
         unproven_rollouts=_unproven(everything, moments.restarted, end),
         counters=_counters(records),
         warnings=_each_once(
@@ -177,37 +167,19 @@ def report(
     )
 
 
-def account(records: Sequence[Record], state: Mapping[str, Any]) -> SampleAccount:
-    """One rank's samples: every position up to the checkpoint's cursor has exactly one end.
-
-    What was quarantined after the checkpoint is still outstanding in it, and counts as that.
-    """
-    source, saved_at = state["state"]["learner"]["source"], state["saved_at"]
-    shard = len(range(state["rank"], source["num_rows"], source["world_size"]))
-    drawn = {(epoch, position) for epoch in range(source["epoch"]) for position in range(shard)}
-    drawn |= {(source["epoch"], position) for position in range(source["position"])}
-    times_trained = Counter(
-        (key["epoch"], key["position"])
-        for step in _of_kind(records, "step")
-        if step["step"] < state["step"]
-        for key in step["samples"]
-    )
-    trained = set(times_trained)
-    outstanding = {(entry[0], entry[1]) for entry in source["outstanding"]}
-    quarantined = {
-        (record["sample"]["epoch"], record["sample"]["position"])
-        for record in _of_kind(records, "quarantine")
-        if record["time"] <= saved_at
-    }
-    ends = Counter([*trained, *outstanding, *quarantined])
-    return SampleAccount(
-        drawn=len(drawn),
-        trained=len(trained),
-        quarantined=len(quarantined),
-        outstanding=len(outstanding),
-        lost=len(drawn - trained - quarantined - outstanding),
-        trained_twice=sum(times > 1 for times in times_trained.values()),
-        contradictory=sum(number > 1 for number in ends.values()) + len(set(ends) - drawn),
+def count_samples(account: RunAccount) -> SampleCount:
+    """The account of a run without a resume, over all ranks."""
+    return SampleCount(
+        drawn=sum(rank.drawn for rank in account.ranks),
+        trained=sum(rank.trained for rank in account.ranks),
+        quarantined=sum(sum(rank.quarantined.values()) for rank in account.ranks),
+        in_hand=sum(sum(rank.in_hand.values()) for rank in account.ranks),
+        broken_rules=tuple(
+            broken.rule
+            for part in (account.violations, *(rank.violations for rank in account.ranks))
+            for broken in part
+        ),
+        records_lost=sum(rank.num_records_lost for rank in account.ranks),
     )
 
 

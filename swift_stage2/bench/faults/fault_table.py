@@ -15,7 +15,7 @@ _HEADINGS = (
     "what the learner did",
     "steps from fault to proof (B on ready packs)",
     "A step, s: median before → longest around (median around); rounds in it: longest, s",
-    "drawn = trained + quarantined + in hand; lost; twice",
+    "drawn = trained + quarantined + in hand; rules broken",
     "counters",
     "B again",
     "left",
@@ -50,9 +50,8 @@ class RowResult:
         report, found = self.report, []
         samples = report.samples
         for what, number in (
-            ("samples lost", samples.lost),
-            ("samples trained twice", samples.trained_twice),
-            ("samples with contradictory ends", samples.contradictory),
+            ("rules of the ledger broken", len(samples.broken_rules)),
+            ("records of the ledger lost", samples.records_lost),
             ("rollouts taken of an unproven server", report.unproven_rollouts),
             ("steps on which ranks disagree", report.num_disagreements),
             ("things left", self.left.num),
@@ -87,13 +86,13 @@ def _cells(result: RowResult) -> Sequence[str]:
         return [result.title, result.note, *[""] * (len(_HEADINGS) - 2)]
     report = result.report
     samples = report.samples
-    kept = f"{samples.drawn} = {samples.trained} + {samples.quarantined} + {samples.outstanding}"
+    kept = f"{samples.drawn} = {samples.trained} + {samples.quarantined} + {samples.in_hand}"
     return [
         result.title,
         _what_it_did(report, result.problems),
         f"{_or_never(report.steps_until_proof)} ({report.b_steps_meanwhile})",
         _pause(report),
-        f"{kept}; {samples.lost}; {samples.trained_twice}",
+        f"{kept}; {len(samples.broken_rules)}",
         ", ".join(f"{name} {number}" for name, number in report.counters.items() if number) or "–",
         "no" if report.b_again_at_step is None else f"after {report.b_again_at_step} steps",
         str(result.left.num) if not result.left.num else _left(result.left),

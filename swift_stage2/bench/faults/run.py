@@ -152,7 +152,7 @@ class FaultBench:
         return RowResult(
             name=row.name,
             title=row.title,
-            report=report(job.records, job.states(), scene.moments),
+            report=report(job.records, job.account(), scene.moments),
             exit_status=status,
             left=_together(job_left, server.what_the_killed_left()),
             seconds=time.monotonic() - started,

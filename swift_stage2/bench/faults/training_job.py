@@ -6,14 +6,12 @@ agree, with a checkpoint. Called by the rows.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -30,6 +28,8 @@ from swift_stage2.launch.plan import plan_launch
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.shared_memory import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
+from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 
 NUM_RANKS = 2
 _PLUGIN = Path(__file__).parent / "learner_plugin.py"
@@ -165,17 +165,17 @@ class TrainingJob:
         """Of a job that has ended: what it left behind."""
         return leftovers.look(self._seen, (self.group_port,), self.shared_memory, patience_s=10.0)
 
-    def states(self) -> list[dict[str, Any]]:
-        """The resume state of every rank in the last checkpoint, and ``saved_at``, its Unix time."""
-        checkpoints = sorted(
-            self.run_dir.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])
-        )
-        if not checkpoints:
+    def account(self) -> RunAccount:
+        """What the ledgers of all ranks come to.
+
+        Raises:
+            ChildFailed: the learner saved no checkpoint when it was stopped.
+        """
+        if not list(self.run_dir.glob("checkpoint-*")):
             raise ChildFailed(
                 f"the learner must save a checkpoint when it is stopped; see {self._tree.log_path}"
             )
-        paths = [checkpoints[-1] / f"stage2_rank{rank}.json" for rank in range(NUM_RANKS)]
-        return [json.loads(path.read_text()) | {"saved_at": path.stat().st_mtime} for path in paths]
+        return account_of(read_ledgers([self.run_dir]))
 
 
 def after(records: Iterable[Record], moment: float) -> list[Record]:
