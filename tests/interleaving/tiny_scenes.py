@@ -1,0 +1,139 @@
+"""Scenes of a dozen yield points each, for ``exhaustive``: one property of fence or queue, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from interleaving.virtual_threading import TimeNames, active
+
+from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
+from swift_stage2.errors import FenceShutDown, TicketTimeout
+from swift_stage2.fence import InferFence
+from swift_stage2.scheduling.version_clock import VersionClock
+
+
+@dataclass
+class Weights:
+    """Of a server: what it holds, and how many calls it computes."""
+
+    version: int = 0
+    num_running: int = 0
+
+
+def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int) -> Callable[[], None]:
+    """Posters against a learner that closes without waiting, pushes once it is drained, and reopens."""
+
+    def work() -> None:
+        fence, weights, clock = fence_type(), Weights(), VersionClock()
+
+        def post() -> None:
+            with fence.ticket(timeout_s=100.0) as ticket:
+                weights.num_running += 1
+                version = weights.version
+                active().point("computes")
+                weights.num_running -= 1
+                if ticket.version != version:
+                    active().fail(f"a ticket says version {ticket.version}, computed with {version}")
+
+        def learn() -> None:
+            for _ in range(num_rounds):
+                while not fence.close_now():
+                    TimeNames.sleep(1.0)  # a step
+                if weights.num_running:
+                    active().fail("drained, and an /infer/ runs")
+                active().point("pushes")
+                if weights.num_running:
+                    active().fail("an /infer/ runs during a push")
+                weights.version += 1
+                fence.reopen(clock.advance())
+
+        for number in range(num_posters):
+            active().spawn(post, f"poster {number}")
+        active().spawn(learn, "learner")
+
+    return work
+
+
+def shutdown_scene(num_posters: int) -> Callable[[], None]:
+    """Nobody who waits for a ticket is left behind by a shutdown."""
+
+    def work() -> None:
+        fence = InferFence(start_closed=True)
+
+        def post() -> None:
+            try:
+                with fence.ticket(timeout_s=100.0):
+                    active().fail("a ticket came out of a fence that never opened")
+            except FenceShutDown:
+                if active().now > 1.0:
+                    active().fail("a shutdown must wake every waiter within a second")
+            except TicketTimeout:
+                active().fail("a waiter slept through the shutdown")
+
+        for number in range(num_posters):
+            active().spawn(post, f"poster {number}")
+        active().spawn(fence.shutdown, "learner")
+
+    return work
+
+
+@dataclass(frozen=True, slots=True)
+class TinyPack:
+    version: int
+    number: int
+
+
+def reservation_scene(
+    queue_type: type[ReadyQueue[TinyPack]], *, releases: bool, num_producers: int, num_offers: int
+) -> Callable[[], None]:
+    """A learner reserves, waits for its peers, and takes or releases, while producers overflow the queue."""
+
+    def work() -> None:
+        promised: list[TinyPack] = []
+        dropped: list[TinyPack] = []
+        trained: list[TinyPack] = []
+        clock = VersionClock()
+
+        def drop(pack: TinyPack, reason: DropReason) -> None:
+            if pack in promised:
+                active().fail(f"a reserved pack is dropped: {reason}")
+            dropped.append(pack)
+
+        queue = queue_type(2, 0, drop)
+        queue._ready.extend((TinyPack(0, 100), TinyPack(0, 101)))
+
+        def learn() -> None:
+            reservation: Reservation[TinyPack] | None = queue.reserve(2, current_version=clock.current)
+            if reservation is None:
+                active().fail("two fresh packs are ready and not given")
+            assert reservation is not None
+            promised.extend(reservation._packs)
+            active().point("agrees")
+            clock.advance()  # as in a round that nobody foresaw
+            if releases:
+                promised.clear()
+                reservation.release()
+            else:
+                trained.extend(reservation.take())
+                if trained != promised:
+                    active().fail(f"{promised} were promised, got {trained}")
+
+        def produce(producer: int) -> None:
+            for number in range(num_offers):
+                pack = TinyPack(clock.current, 10 * producer + number)
+                queue.offer(pack, current_version=clock.current)
+
+        def judge() -> None:
+            offered = 2 + num_producers * num_offers
+            ended = [*trained, *dropped, *queue._ready]
+            if len(ended) != offered or len(set(ended)) != offered:
+                active().fail(f"of {offered} packs {len(set(ended))} are accounted for")
+
+        active().spawn(learn, "learner")
+        for producer in range(num_producers):
+            active().spawn(partial(produce, producer), f"producer {producer}")
+        active().at(1.0, judge, "judge")  # when all have ended
+
+    return work

@@ -1,0 +1,418 @@
+"""Rollout servers in memory: weights, running ``/infer/`` calls, rounds, and faults; and the ways to reach them.
+
+A call that its caller gave up goes on being computed until it ends by itself, as on a stock server. What a server
+computes with is told in every completion's text, so that nobody has to believe a version number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from interleaving.scheduler import Strand
+from interleaving.virtual_threading import active
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.errors import ServerFault
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_checksum import checksum_tensor
+
+FOR_EVER = 1e6
+Weights = tuple[float, ...]
+BASE_WEIGHTS: Weights = (-1.0, -1.0)
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """One ``/infer/`` call on a server. It runs until ``end`` whether or not anybody waits for it."""
+
+    end: float
+    may_abort: bool
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Fate:
+    """What the scene lets happen to one POST of rollouts."""
+
+    latency_s: float = 0.0
+    status: int = 200
+    lose_connection: bool = False  # after it was sent; the server computes on
+
+
+@dataclass
+class Watcher:
+    """What the scene wants to know and decide. Replaced per run."""
+
+    fate_of_infer: Callable[[VirtualServer, Any], Fate] = lambda server, body: Fate()
+    on_infer: Callable[[VirtualServer], None] = lambda server: None
+    on_weights: Callable[[VirtualServer], None] = lambda server: None
+    fate_of_push: Callable[[VirtualServer], str] = lambda server: "arrives"
+
+
+@dataclass(eq=False)
+class VirtualServer:
+    """One server. ``stock`` ones know no ``/stage2/`` path and stamp nothing."""
+
+    url: str
+    stock: bool
+    watcher: Watcher
+    can_abort: bool = False
+    alive: bool = True
+    num_starts: int = 1
+    weights: Weights = BASE_WEIGHTS
+    version: int | None = None
+    run_id: str | None = None
+    running: list[Computation] = field(default_factory=list)
+    changed: list[Strand] = field(default_factory=list)
+    round: protocol.RoundRequest | None = None
+    round_ends: float = 0.0
+    loaded: bool = False  # the open round's weights are in the model
+    vouched: bool = True
+    announced: list[dict[str, Any]] = field(default_factory=list)
+    arrived: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def incarnation(self) -> str:
+        return f"start-{self.num_starts}"
+
+    def computing(self) -> list[Computation]:
+        """The ``/infer/`` calls that run now, whoever waits for them."""
+        now = active().now
+        self.running = [call for call in self.running if call.end > now]
+        return self.running
+
+    def die(self) -> None:
+        self.alive = False
+        self.running.clear()
+        self.wake()
+
+    def start_again(self) -> None:
+        """Another process: the weights it was first started with, and no memory of any round."""
+        self.alive, self.num_starts = True, self.num_starts + 1
+        self.weights, self.version, self.run_id = BASE_WEIGHTS, None, None
+        self.round, self.loaded, self.vouched, self.arrived = None, False, True, {}
+
+    def wake(self) -> None:
+        for strand in self.changed:
+            active().wake(strand)
+        self.changed.clear()
+
+    # --- the wire ---------------------------------------------------------------------------------
+
+    def answer(self, call: VirtualCall) -> tuple[int, Any]:
+        """Status and body; takes virtual time. Raises what httpx raises when the connection breaks."""
+        self._end_round_in_time()
+        path = call.path
+        if self.stock and path.startswith("/stage2/"):
+            return 404, {"detail": "Not Found"}
+        handler = getattr(self, _HANDLERS[path])
+        return handler(call)  # type: ignore[no-any-return]
+
+    def _info(self, call: VirtualCall) -> tuple[int, Any]:
+        specs = [protocol.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
+        info = protocol.ServerInfo(
+            stock=False, incarnation=self.incarnation, weight_version=self.version, run_id=self.run_id,
+            state="ready", can_abort=self.can_abort, manifest=tuple(specs),
+        )  # fmt: skip
+        return 200, info.to_json()
+
+    def _world_size(self, call: VirtualCall) -> tuple[int, Any]:
+        return 200, {"world_size": 1}
+
+    def _infer(self, call: VirtualCall) -> tuple[int, Any]:
+        requests = call.body["infer_requests"]
+        in_round = protocol.ROUND_HEADER in call.headers
+        if not in_round:
+            self.watcher.on_infer(self)
+            if self.round is not None:
+                return 409, {"detail": "a round is open", "reason": "round_open"}
+            if not self.vouched:
+                return 409, {"detail": "unproven", "reason": "unproven"}
+        fate = Fate() if in_round else self.watcher.fate_of_infer(self, call.body)
+        may_abort = all(protocol.may_abort(request) for request in requests)
+        computation = Computation(active().now + fate.latency_s, may_abort)
+        weights, version, run_id = self.weights, self.version, self.run_id
+        self.running.append(computation)
+        if fate.lose_connection:
+            raise httpx.ReadError("the connection broke")
+        while computation.end > active().now:
+            call.wait(self, until=computation.end)
+        if fate.status != 200:
+            return fate.status, {"detail": "cannot"}
+        reason = "abort" if computation.aborted else "stop"
+        return 200, [self._completion(weights, version, run_id, reason) for _ in requests]
+
+    def _completion(
+        self, weights: Weights, version: int | None, run_id: str | None, reason: str
+    ) -> dict[str, Any]:
+        choice = {
+            "message": {"content": repr(weights)},
+            "finish_reason": reason,
+            "token_ids": [int(weights[0])],
+        }
+        completion: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1]}}
+        if not self.stock:
+            stamp = {"weight_version": version, "run_id": run_id, "incarnation": self.incarnation}
+            completion["rollout_infos"] = {"stage2": stamp}
+        return completion
+
+    def _reset(self, call: VirtualCall) -> tuple[int, Any]:
+        """Ordered: answers once all that was running when it came has ended."""
+        before = list(self.computing())
+        while waited_for := [c for c in before if c.end > active().now and c in self.running]:
+            call.wait(self, until=min(c.end for c in waited_for))
+        return 200, {"message": "Request received, resetting status: True"}
+
+    def _begin(self, call: VirtualCall) -> tuple[int, Any]:
+        request = protocol.RoundRequest.from_json(call.body)
+        if self.computing():
+            return 409, {"detail": "busy", "reason": "busy"}
+        if self.round is not None and self.round.run_id != request.run_id:
+            return 409, {"detail": "a round is open", "reason": "round_open"}
+        self.round, self.round_ends = request, active().now + request.timeout_s
+        self.loaded, self.arrived = False, {}
+        return 200, {"message": "begun", "incarnation": self.incarnation}
+
+    def _announce(self, call: VirtualCall) -> tuple[int, Any]:
+        if not self.stock and self.round is None:
+            return 409, {"detail": "no round", "reason": "no_round"}
+        if self.watcher.fate_of_push(self) == "refused":
+            return 500, {"detail": "cannot take weights"}
+        self.announced = call.body["metadatas"]
+        return 200, {}
+
+    def take_bucket(self, flat: Any) -> None:
+        """The bytes of the bucket announced last."""
+        for entry in self.announced:
+            self.arrived[entry["name"]] = flat[entry["start_idx"] : entry["end_idx"]].clone()
+        if self.stock:
+            self._load()
+
+    def _load(self) -> None:
+        self.watcher.on_weights(self)
+        corrupt = self.watcher.fate_of_push(self) == "corrupt"
+        values = list(self.weights)
+        for name, chunk in self.arrived.items():
+            value = struct.unpack("f", bytes(chunk.tolist()))[0]
+            values[int(name)] = value + 1000.0 if corrupt else value
+        self.weights = tuple(values)
+
+    def _process(self, call: VirtualCall) -> tuple[int, Any]:
+        if not self.stock:
+            if self.round is None or len(self.arrived) < len(self.weights):
+                return 500, {"detail": "not all has arrived"}
+            self._load()
+            self.version, self.run_id, self.loaded, self.vouched = (
+                self.round.version,
+                self.round.run_id,
+                True,
+                True,
+            )
+        return 200, {"message": "processed", "non_finite": []}
+
+    def _finish(self, call: VirtualCall) -> tuple[int, Any]:
+        if self.round is None or not self.loaded:
+            return 409, {"detail": "no round", "reason": "no_round"}
+        import torch
+
+        arrived = {name: checksum_tensor(chunk.view(torch.float32)) for name, chunk in self.arrived.items()}
+        resident = {
+            name: checksum_tensor(torch.tensor([self.weights[int(name)]], dtype=torch.float32))
+            for name in arrived
+        }
+        proof = protocol.RoundProof(
+            self.round.round_id, self.incarnation, self.round.version, arrived, resident, tuple(arrived)
+        )
+        self.vouched = arrived == resident
+        self.round = None
+        return 200, proof.to_json()
+
+    def _abort(self, call: VirtualCall) -> tuple[int, Any]:
+        request = protocol.AbortRequest.from_json(call.body)
+        if request.version == self.version:
+            for computation in self.computing():
+                if computation.may_abort:
+                    computation.aborted, computation.end = True, active().now
+            self.wake()
+        return 200, {}
+
+    def _nothing(self, call: VirtualCall) -> tuple[int, Any]:
+        return 200, {}
+
+    def _end_round_in_time(self) -> None:
+        if self.round is not None and active().now >= self.round_ends:
+            self.vouched = self.vouched and not self.loaded
+            self.round = None
+
+
+_HANDLERS = {
+    protocol.SERVER_INFO: "_info",
+    protocol.WORLD_SIZE: "_world_size",
+    protocol.INFER: "_infer",
+    protocol.RESET_PREFIX_CACHE: "_reset",
+    protocol.RESET_ENCODER_CACHE: "_reset",
+    protocol.RESET_MM_CACHE: "_reset",
+    protocol.BEGIN_ROUND: "_begin",
+    protocol.FINISH_ROUND: "_finish",
+    protocol.UPDATE_FLATTENED_PARAMS: "_announce",
+    protocol.PROCESS_WEIGHTS: "_process",
+    protocol.INIT_COMMUNICATOR: "_nothing",
+    protocol.CLOSE_COMMUNICATOR: "_nothing",
+    protocol.ABORT: "_abort",
+}
+
+
+class VirtualCall:
+    """One HTTP call as the caller holds it; also the socket that ``CuttableCall`` shuts down."""
+
+    def __init__(self, path: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> None:
+        self.path = path
+        self.body = body
+        self.headers = headers
+        self._read_ends = active().now + timeout_s
+        self._cut = False
+        self._waiter: Strand | None = None
+
+    def get_extra_info(self, name: str) -> VirtualCall:
+        return self
+
+    def shutdown(self, how: int) -> None:
+        self._cut = True
+        if self._waiter is not None:
+            active().wake(self._waiter)
+
+    def wait(self, server: VirtualServer, until: float) -> None:
+        """Until ``until``, or a change on the server. Raises what ends a call early."""
+        run = active()
+        self._waiter = run.current
+        assert self._waiter is not None
+        server.changed.append(self._waiter)
+        try:
+            run.block(f"waits for {self.path}", min(until, self._read_ends))
+        finally:
+            if self._waiter in server.changed:
+                server.changed.remove(self._waiter)
+            self._waiter = None
+        self.check(server)
+        if until > run.now >= self._read_ends:
+            raise httpx.ReadTimeout("the read timed out")
+
+    def check(self, server: VirtualServer) -> None:
+        if self._cut:
+            raise httpx.ReadError("the socket was shut down")
+        if not server.alive:
+            raise httpx.RemoteProtocolError("the server went away")
+
+
+class VirtualResponse:
+    def __init__(self, status_code: int, body: Any) -> None:
+        self.status_code = status_code
+        self._body = body
+
+    @property
+    def text(self) -> str:
+        return repr(self._body)
+
+    def json(self) -> Any:
+        return self._body
+
+
+class Network:
+    """Who answers where. Its ``client`` takes the place of ``httpx.Client``."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, VirtualServer] = {}
+
+    def client(self, *, base_url: str, **settings: Any) -> VirtualClient:
+        return VirtualClient(self.servers[base_url])
+
+
+class VirtualClient:
+    """HTTP to one server: one yield point before a call is sent, one before its answer is read."""
+
+    def __init__(self, server: VirtualServer) -> None:
+        self._server = server
+
+    def post(self, path: str, *, content: bytes, timeout: httpx.Timeout, extensions: Any) -> VirtualResponse:
+        import json
+
+        return self._exchange(path, json.loads(content), {}, timeout.read or FOR_EVER, extensions)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: float,
+        extensions: Any,
+        json: Any = None,
+        headers: Any = None,
+    ) -> VirtualResponse:
+        return self._exchange(path, json, headers or {}, timeout, extensions)
+
+    def _exchange(
+        self, path: str, body: Any, headers: Any, timeout_s: float, extensions: Any
+    ) -> VirtualResponse:
+        server = self._server
+        active().point(f"sends {path}")
+        if not server.alive:
+            raise httpx.ConnectError("connection refused")
+        call = VirtualCall(path, body, headers, timeout_s)
+        extensions["trace"]("connection.connect_tcp.complete", {"return_value": call})
+        call.check(server)
+        status, answer = server.answer(call)
+        active().point(f"reads {path}")
+        call.check(server)
+        return VirtualResponse(status, answer)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class VirtualTransport:
+    """Carries buckets to one server. A stock server's lives from round to round, as vLLM's group does."""
+
+    def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
+        self._servers = servers
+        self._server: VirtualServer | None = None
+        self._joined: str | None = None
+
+    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+        server = self._servers[session.base_url]
+        if server.stock and self._server is not None and not self.is_lost():
+            return
+        if server.stock:
+            session.get(protocol.WORLD_SIZE, deadline)
+            session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
+        session.post(protocol.INIT_COMMUNICATOR, {}, deadline)
+        self._server, self._joined = server, server.incarnation
+
+    def send(self, flat: Any, deadline: Deadline) -> None:
+        server = self._server
+        assert server is not None
+        active().point("sends a bucket")
+        fate = server.watcher.fate_of_push(server)
+        if fate == "hangs":
+            active().block("a transfer that hangs", active().now + FOR_EVER)
+        if fate == "stalls":
+            active().block("a transfer that stalls", active().now + deadline.remaining_s())
+            raise ServerFault("the server did not take the weights by the deadline")
+        if fate == "dies":
+            server.die()
+        if self.is_lost():
+            raise ServerFault("the server was lost while weights were sent")
+        server.take_bucket(flat)
+
+    def is_lost(self) -> bool:
+        server = self._server
+        return server is not None and (not server.alive or server.incarnation != self._joined)
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and server.stock:
+            with ServerSession(server.url) as session:
+                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(1.0))
