@@ -1,0 +1,98 @@
+"""Twenty thousand seeded schedules of the real parts, and the predecessor's mistakes, which the same seeds find.
+
+A seed that fails is run again, and its schedule printed, by ``python -m tests.interleaving --seed N`` (the small
+scene: ``--scene core``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from interleaving.core_scene import run_core_seed
+from interleaving.mutations import FAILURES, OTHERS
+from interleaving.scene import run_seed, virtual_world
+from interleaving.scheduler import Violation
+
+NUM_FULL_SEEDS, FULL_BATCH = 4_000, 500
+NUM_CORE_SEEDS, CORE_BATCH = 16_000, 2_000
+LONGEST_SEARCH = 1_000  # seeds within which each mistake is found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    with virtual_world():
+        yield
+
+
+def run_batch(run: Callable[[int], Any], seeds: range) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts += run(seed)[0]
+    return counts
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, NUM_FULL_SEEDS, FULL_BATCH))
+def test_every_invariant_holds_in_the_full_scene(first: int) -> None:
+    counts = run_batch(run_seed, range(first, first + FULL_BATCH))
+    for what in (
+        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending", "rollouts",
+        "posts abandoned", "rollouts aborted", "suspicions", "samples returned", "quarantined", "packs dropped_stale",
+        "packs dropped_oldest", "reservations released", "runs ended by PipelineFailed",
+        "runs ended by WeightSyncError", "runs ended by WeightSyncHang",
+    ):  # fmt: skip
+        assert counts[what], f"no seed of this batch met it: {what}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, NUM_CORE_SEEDS, CORE_BATCH))
+def test_every_invariant_holds_in_the_small_scene(first: int) -> None:
+    counts = run_batch(run_core_seed, range(first, first + CORE_BATCH))
+    for what in (
+        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending", "rollouts",
+        "posts abandoned", "suspicions", "packs dropped_stale", "packs dropped_oldest", "reservations released",
+    ):  # fmt: skip
+        assert counts[what], f"no seed of this batch met it: {what}"
+
+
+def first_violation(run: Callable[..., Any], parts: Any) -> tuple[int, str]:
+    for seed in range(LONGEST_SEARCH):
+        try:
+            run(seed, parts=parts)
+        except Violation as violation:
+            return seed, str(violation).splitlines()[0]
+    pytest.fail(f"not found within {LONGEST_SEARCH} seeds: {parts.__name__}")
+
+
+@pytest.mark.parametrize(
+    ("failure", "found_as"),
+    [
+        (2, "waits for a drain|waits for ever"),
+        (3, "a rollout says version|suspects a server that nothing is wrong with"),
+        (4, "is reserved|was promised"),
+    ],
+)
+def test_the_full_scene_finds_what_broke_before(failure: int, found_as: str) -> None:
+    seed, message = first_violation(run_seed, FAILURES[failure][0])
+    print(f"failure {failure}: found by seed {seed}: {message}")
+    assert any(part in message for part in found_as.split("|")), message
+
+
+@pytest.mark.parametrize(("parts", "found_as"), OTHERS)
+def test_the_full_scene_finds_other_mistakes(parts: Any, found_as: str) -> None:
+    seed, message = first_violation(run_seed, parts)
+    print(f"{parts.__name__}: found by seed {seed}: {message}")
+    assert found_as in message
+
+
+@pytest.mark.parametrize(
+    ("failure", "found_as"),
+    [(2, "waits for a drain|waits for ever"), (3, "a rollout says version"), (4, "is reserved|was promised")],
+)
+def test_the_small_scene_finds_what_broke_before(failure: int, found_as: str) -> None:
+    seed, message = first_violation(run_core_seed, FAILURES[failure][1])
+    print(f"failure {failure}: found by seed {seed}: {message}")
+    assert any(part in message for part in found_as.split("|")), message
