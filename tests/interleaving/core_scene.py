@@ -22,6 +22,7 @@ from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, activ
 
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
 from swift_stage2.fence import InferFence
@@ -185,7 +186,7 @@ class CorePipeline:
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         self._scene.ledger.dropped(self._rank, pack, reason)
-        self._source.give_back(pack.keys, count_attempt=True)
+        self._source.give_back(pack.keys, ReturnReason.OVERFLOW)
 
     def _run(self) -> None:
         try:
@@ -207,7 +208,7 @@ class CorePipeline:
         with self.preparation():
             rollout = self._client.generate(drawn.sample)
             if rollout is None:
-                self._source.give_back([drawn.key], count_attempt=False)
+                self._source.give_back([drawn.key], ReturnReason.FAILED)
                 mine.producing = False
                 return False
             self._scene.ledger.rollout(rollout, self._scene.server)

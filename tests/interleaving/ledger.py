@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from interleaving.setting import REQUEST_TIMEOUT_S, Setting
-from interleaving.virtual_servers import BASE_WEIGHTS, VirtualServer, Weights
+from interleaving.virtual_servers import VirtualServer, Weights
 from interleaving.virtual_threading import active
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
@@ -94,9 +94,6 @@ class Ledger:
         """The version that a rollout carries is that of the weights that computed it."""
         self.counts["rollouts"] += 1
         if rollout.text == repr(self.committed.get(rollout.version)):
-            return
-        if server.stock and server.num_starts > 1 and rollout.text == repr(BASE_WEIGHTS):
-            self.counts["rollouts of a stock server restarted unseen"] += 1  # docs/design/sync_round.md
             return
         _fail(f"a rollout says version {rollout.version}, but was computed with {rollout.text}")
 

@@ -17,6 +17,7 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.sample_source import Drawn, SampleSource
 from swift_stage2.fence import InferFence
 
 _FOR_EVER_S = 1000.0
@@ -91,6 +92,16 @@ class PatientQueue(ReadyQueue[Pack]):
         return super().reserve(n, current_version=0, min_tokens=min_tokens)
 
 
+class LateTellingSource(SampleSource):
+    """Tells the ledger what was drawn once the lock is free again: a checkpoint may be told first."""
+
+    def draw(self, count: int) -> list[Drawn]:
+        with self._lock:
+            keys = [self._next_key() for _ in range(count)]
+        self._events.drawn(keys)
+        return [self._read(key) for key in keys]
+
+
 class ForgottenPosts(Parts):
     client = ForgetfulClient
 
@@ -101,6 +112,10 @@ class LostSamples(Parts):
 
 class UnpurgedQueue(Parts):
     queue = PatientQueue
+
+
+class LateTelling(Parts):
+    source = LateTellingSource
 
 
 class GuardAroundPreparation(Parts):
@@ -138,5 +153,6 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (ForgottenPosts, "a round begins while"),
     (LostSamples, "nobody holds them"),
     (UnpurgedQueue, "trains a pack of version"),
+    (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),
 )
 """Further mistakes in the full scene, and what the violation says."""

@@ -38,6 +38,8 @@ from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.telemetry.ledger import Ledger as SampleLedger
+from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
 
@@ -45,6 +47,7 @@ _HORIZON_S = 150.0
 _CONTROL_TIMEOUT_S = 60.0
 _NUM_ROWS = 40
 _PACKING_LENGTH = 4
+_SAVE_STEPS = 2
 _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
@@ -58,6 +61,7 @@ class Parts:
     queue: type[ReadyQueue[Pack]] = ReadyQueue
     pipeline: type[Pipeline] = Pipeline
     client: type[RolloutClient] = RolloutClient
+    source: type[SampleSource] = SampleSource
 
 
 class StubEncoder:
@@ -100,9 +104,10 @@ class StubTask:
 class RankEvents:
     """Pipeline's and learner's events of one rank."""
 
-    def __init__(self, ledger: Ledger, rank: int) -> None:
+    def __init__(self, ledger: Ledger, rank: int, told: SampleLedger) -> None:
         self._ledger = ledger
         self._rank = rank
+        self._told = told
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         counts = self._ledger.counts
@@ -112,10 +117,12 @@ class RankEvents:
         for reason in outcome.suspects.values():
             self._ledger.suspicion(self._rank, reason)
 
-    def segment(self, segment: Segment, seconds: float) -> None: ...
+    def segment(self, segment: Segment, seconds: float) -> None:
+        self._told.matched(segment)
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1
+        self._told.packed(pack)
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)
@@ -136,6 +143,16 @@ class RankEvents:
     def record_warning(self, message: str) -> None:
         if "did not end" in message:
             active().fail(f"rank {self._rank}: {message}")
+
+
+class MemoryLog:
+    """What the package's own ledger of samples was told, in place of a file."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, kind: str, **values: Any) -> None:
+        self.records.append({"kind": str(kind), **values})
 
 
 class Canary:
@@ -201,6 +218,7 @@ class Scene:
         _NETWORK.servers = {server.url: server for server in self.servers}
         self._room = MeetingRoom(setting.num_ranks, _CONTROL_TIMEOUT_S)
         self._num_over = 0
+        self._logs = [MemoryLog() for _ in range(setting.num_ranks)]
 
     def run(self) -> None:
         """The first strand's work: makes the ranks and what goes wrong, and lets them run."""
@@ -241,6 +259,8 @@ class Scene:
                 break
             self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
+            if step % _SAVE_STEPS == 0:
+                learner.checkpoint(step=step + 1, save_id=f"save {step + 1}")
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
             if rank == 0:
                 self._set_weights((self.weights[0] + 1, self.weights[1] + 1))
@@ -252,6 +272,14 @@ class Scene:
         self._num_over += 1
         if hung and self._num_over == self.setting.num_ranks:
             active().stop()
+
+    def check_told(self) -> None:
+        """What ``swift-stage2 report`` would say of the run. Raises ``Violation`` unless it balances."""
+        account = account_of({rank: log.records for rank, log in enumerate(self._logs)})
+        broken = [*account.violations, *(broken for rank in account.ranks for broken in rank.violations)]
+        if broken:
+            raise Violation(f"the ledger does not balance: {broken[0].rule}: {broken[0].samples}")
+        self.ledger.counts["samples told trained"] += sum(rank.trained for rank in account.ranks)
 
     def _judge_end(self, ended: str, error: Exception) -> None:
         setting = self.setting
@@ -276,9 +304,9 @@ class Scene:
         if rng.random() < setting.slow_share:
             latency_s = rng.choice(setting.latencies_s)
         rows = [request.get("row") for request in body["infer_requests"]]
-        is_poisonous = setting.poison_row is not None and setting.poison_row in rows
-        if is_poisonous or rng.random() < setting.error_share:
-            return Fate(latency_s, status=500)
+        poisonous = tuple(place for place, row in enumerate(rows) if row == setting.poison_row)
+        if poisonous or rng.random() < setting.error_share:
+            return Fate(latency_s, status=500, failed=poisonous or (rng.randrange(len(rows)),))
         return Fate(latency_s, lose_connection=rng.random() < setting.lost_share)
 
     def _fate_of_push(self, server: VirtualServer) -> str:
@@ -291,7 +319,16 @@ class Scene:
         urls = [server.url for server in self.servers]
         fence = parts.fence(start_closed=True)
         clock = VersionClock()
-        source = SampleSource(_ROWS, rank=rank, world_size=setting.num_ranks, seed=0)
+        told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
+        source = parts.source(_ROWS, rank=rank, world_size=setting.num_ranks, seed=0, events=told)
+        told.start(
+            run_id="run",
+            step=0,
+            world_size=setting.num_ranks,
+            version_window=setting.version_window,
+            save_id=None,
+            state=source.state_dict(),
+        )
         client = parts.client(
             urls,
             fence=fence,
@@ -304,8 +341,10 @@ class Scene:
             run_id="run",
             canary={"messages": []},
             full_share=setting.max_inflight,
+            is_lost=lambda url, version: control.notes.read(_lost(url, version)) is not None,
+            events=told,
         )
-        events = RankEvents(ledger, rank)
+        events = RankEvents(ledger, rank, told)
         pipelines: list[Pipeline] = []
         queue = parts.queue(
             setting.queue_limit,
@@ -362,7 +401,13 @@ class Scene:
             guard=guard,
             rounds=rounds,
             sync=sync,
-            probe=SuspectProbe(rank=rank, api_key=None, interval_s=0.25, find_lost=sync.lost_servers),
+            probe=SuspectProbe(
+                rank=rank,
+                api_key=None,
+                interval_s=0.25,
+                find_lost=sync.lost_servers,
+                on_lost=lambda server: control.notes.write(_lost(urls[server], clock.current), "lost"),
+            ),
             abort=PendingAbort(enabled=setting.abort_when_pending, rank=rank, api_key=None, run_id="run"),
             base_urls=tuple(urls),
             max_inflight_per_server=setting.max_inflight,
@@ -389,6 +434,10 @@ class Scene:
             return done
 
         pipeline._produce = produce  # type: ignore[method-assign]
+
+
+def _lost(url: str, version: int) -> str:
+    return f"{url} was lost at version {version}"
 
 
 @contextmanager
@@ -425,6 +474,7 @@ def run_seed(
         scene = Scene(setting, rng, parts)
         try:
             scheduler.run(scene.run)
+            scene.check_told()
         except Violation as violation:
             violation.scheduler = scheduler  # type: ignore[attr-defined]
             violation.add_note(f"seed {seed}: {setting}")

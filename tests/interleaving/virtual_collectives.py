@@ -9,6 +9,8 @@ from typing import Any
 from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
+from swift_stage2.collectives import NoteBoard
+
 
 class Meeting:
     """One collective of all ranks."""
@@ -28,6 +30,7 @@ class MeetingRoom:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.meetings: list[Meeting] = []
+        self.notes = NoteBoard()
 
 
 class VirtualControlGroup:
@@ -36,6 +39,7 @@ class VirtualControlGroup:
     def __init__(self, rank: int, room: MeetingRoom) -> None:
         self.rank = rank
         self.world_size = room.world_size
+        self.notes = room.notes
         self._room = room
         self._num_met = 0
 

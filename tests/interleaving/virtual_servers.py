@@ -6,6 +6,7 @@ computes with is told in every completion's text, so that nobody has to believe 
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Fate:
 
     latency_s: float = 0.0
     status: int = 200
+    failed: tuple[int, ...] = ()  # places of the requests that an error answer names, if the server does so
     lose_connection: bool = False  # after it was sent; the server computes on
 
 
@@ -142,9 +144,14 @@ class VirtualServer:
         while computation.end > active().now:
             call.wait(self, until=computation.end)
         if fate.status != 200:
-            return fate.status, {"detail": "cannot"}
+            return fate.status, self._failures(fate)
         reason = "abort" if computation.aborted else "stop"
         return 200, [self._completion(weights, version, run_id, reason) for _ in requests]
+
+    def _failures(self, fate: Fate) -> dict[str, Any]:
+        if self.stock:
+            return {"detail": "cannot"}
+        return {"detail": "cannot", "failures": [{"index": i, "cause": "cannot"} for i in fate.failed]}
 
     def _completion(
         self, weights: Weights, version: int | None, run_id: str | None, reason: str
@@ -316,6 +323,10 @@ class VirtualResponse:
     @property
     def text(self) -> str:
         return repr(self._body)
+
+    @property
+    def content(self) -> bytes:
+        return json.dumps(self._body).encode()
 
     def json(self) -> Any:
         return self._body
