@@ -105,6 +105,7 @@ def _look_at_stock(
 ) -> Outcome[ServerIdentity]:
     try:
         reply = session.get(protocol.WORLD_SIZE, Deadline(_patience_s(rollout)))
+        health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     except ServerFault as fault:
         return (
             _not_a_rollout_server(session, key, str(fault))
@@ -114,8 +115,10 @@ def _look_at_stock(
     size = reply.get("world_size") if isinstance(reply, dict) else None
     if not isinstance(size, int) or isinstance(size, bool):
         return _not_a_rollout_server(session, key, f"{protocol.WORLD_SIZE} answers {str(reply)[:80]!r}")
+    upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
+    behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
     return ok(
-        f"stock swift rollout, {size} worker(s), answered in {latency_ms:.0f} ms",
+        f"stock swift rollout{behind}, {size} worker(s), answered in {latency_ms:.0f} ms",
         ServerIdentity(ServerInfo(stock=True)),
     )
 

@@ -25,7 +25,13 @@ def answers(body: object, status: int = 200) -> Behaviour:
 
 
 def stock(call: Call) -> Answer:
-    return Answer(body=b'{"world_size": 2}') if call.path == protocol.WORLD_SIZE else Answer(status=404)
+    bodies = {protocol.WORLD_SIZE: b'{"world_size": 2}', protocol.HEALTH: b'{"status": "ok"}'}
+    return Answer(body=bodies[call.path]) if call.path in bodies else Answer(status=404)
+
+
+def merged(call: Call) -> Answer:
+    health = b'{"status": "ok", "upstream": "http://127.0.0.1:8000"}'
+    return Answer(body=health) if call.path == protocol.HEALTH else stock(call)
 
 
 @pytest.fixture
@@ -51,6 +57,17 @@ def test_a_stock_server_is_known_by_what_it_lacks_and_has(
     outcome = identify()
     assert outcome.verdict is Verdict.OK
     assert "stock swift rollout, 2 worker(s)" in outcome.found
+
+
+def test_a_merger_is_told_with_the_server_behind_it(
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerIdentity]]
+) -> None:
+    server.on_get = merged
+    outcome = identify()
+    assert outcome.verdict is Verdict.OK
+    assert (
+        "stock swift rollout at http://127.0.0.1:8000 behind swift-stage2 merge, 2 worker(s)" in outcome.found
+    )
 
 
 def test_our_server_says_what_it_is(

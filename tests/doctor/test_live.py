@@ -25,7 +25,11 @@ Doctor = Callable[..., Report]
 @pytest.fixture
 def fake_stock() -> Iterator[FakeRolloutServer]:
     def on_get(call: Call) -> Answer:
-        bodies = {protocol.WORLD_SIZE: {"world_size": 1}, protocol.STATE_KEYS: {"keys": []}}
+        bodies = {
+            protocol.HEALTH: {"status": "ok"},
+            protocol.WORLD_SIZE: {"world_size": 1},
+            protocol.STATE_KEYS: {"keys": []},
+        }
         body = bodies.get(call.path)
         return Answer(status=404) if body is None else Answer(body=json.dumps(body).encode())
 
