@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+_WORD_BYTES = 4
 _ROW_WORDS = 1024
 _CHUNK_ROWS = 4096
 
@@ -20,9 +21,11 @@ def checksum_tensor(tensor: torch.Tensor) -> str:
     overflow does the reduction). Any single changed word and any swap of unequal words changes it.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    padding = -flat.numel() % 4
+    padding = -flat.numel() % _WORD_BYTES
     if padding:
         flat = torch.nn.functional.pad(flat, (0, padding))
+    elif flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()  # a view as words must start at one
     words = flat.view(torch.int32)
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     weighted = torch.zeros((), dtype=torch.int64, device=words.device)

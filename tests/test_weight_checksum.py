@@ -54,6 +54,13 @@ def test_the_dtype_is_part_of_it_and_the_layout_in_memory_is_not() -> None:
     assert checksum_tensor(matrix.t().contiguous().t()) == checksum_tensor(matrix)
 
 
+def test_a_tensor_that_begins_between_two_words_is_summed_like_its_copy() -> None:
+    """Behind a tensor with an odd number of two-byte elements, in a bucket or in DeepSpeed's flat buffers."""
+    flat = torch.arange(12, dtype=torch.bfloat16)
+    for view in (flat[1:5], flat[1:6]):
+        assert checksum_tensor(view) == checksum_tensor(view.clone())
+
+
 @given(data=st.binary(min_size=1, max_size=2000))
 def test_long_tensors_are_summed_in_pieces_with_the_same_result(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -60,12 +60,13 @@ def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, Wei
         "empty": torch.empty(0, 4),
     }
     second = {"nan": torch.tensor([1.0, float("nan")]), "fine": torch.ones(4, dtype=torch.float64)}
-    for tensors in (first, second):
+    third = {"gate": torch.ones(1).to(torch.bfloat16), "behind it": torch.randn(4, 2).to(torch.bfloat16)}
+    for tensors in (first, second, third):
         flat, layout = bucket(tensors)
         receiver.expect(layout)
         learner.broadcast(flat)
     received = receiver.collect(TIMEOUT_S)
-    everything = first | second
+    everything = first | second | third
     assert received.checksums == {name: checksum_tensor(tensor) for name, tensor in everything.items()}
     for name, tensor in everything.items():
         assert received.tensors[name].dtype == tensor.dtype
