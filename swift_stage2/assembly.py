@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from swift_stage2 import rollout_protocol as protocol
@@ -158,13 +157,15 @@ def start_run(
     first_step: int,
     make_canary: MakeCanary,
     packed_loss: PackedLoss,
+    half_precision: bool,
     packs_per_step: int,
     logging_steps: int,
     wrap_transport: WrapTransport = lambda transport: transport,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
-    ``wrap_transport`` gets every transport that a sync round is about to use.
+    ``half_precision``: the model computes in 16 bits. ``wrap_transport`` gets every transport that a sync round is
+    about to use.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -184,7 +185,7 @@ def start_run(
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, template, seed, control, telemetry)
             parts = together(control, look)
-            _check_packing(config, module, parts, packed_loss, control)
+            _check_packing(parts, packed_loss, half_precision, control)
             build = partial(
                 _build_channel_b,
                 config,
@@ -270,11 +271,7 @@ def _check_data(
 
 
 def _check_packing(
-    config: Stage2Config,
-    module: nn.Module,
-    parts: _CheckedParts,
-    packed_loss: PackedLoss,
-    control: ControlGroup,
+    parts: _CheckedParts, packed_loss: PackedLoss, half_precision: bool, control: ControlGroup
 ) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
     lengths = control.gather(str(parts.isolation.lengths))
@@ -283,8 +280,7 @@ def _check_packing(
             f"every rank must be able to read the same rows, got samples of lengths {lengths} by rank; give all "
             "nodes the same files"
         )
-    half = next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
-    together(control, lambda: check_isolation(parts.isolation, packed_loss, half_precision=half))
+    together(control, lambda: check_isolation(parts.isolation, packed_loss, half_precision=half_precision))
 
 
 def _build_channel_b(

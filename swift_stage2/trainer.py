@@ -51,6 +51,7 @@ CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 _CONNECT_TIMEOUT_S = 2.0
 _CANARY_TOKENS = 16
 _CANARY_ALTERNATIVES = 8
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
@@ -139,6 +140,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""
         module = self.accelerator.unwrap_model(self.model)
+        # Mixed precision keeps float32 weights and casts them in the forward pass, also in the canary's.
+        half_precision = self.accelerator.native_amp or module.dtype in HALF_PRECISION_DTYPES
         self.stage2 = start_run(
             self.stage2_config,
             rows=_rows_of(self.train_dataset),
@@ -149,8 +152,11 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             seed=self.args.seed,
             total_steps=self.state.max_steps,
             first_step=self.state.global_step,
-            make_canary=lambda encoder, sample: EngineCanary(module, self.template, encoder, sample),
+            make_canary=lambda encoder, sample: EngineCanary(
+                module, self.template, encoder, sample, half_precision=half_precision
+            ),
             packed_loss=self.packed_loss,
+            half_precision=half_precision,
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
             wrap_transport=self.wrap_transport,
@@ -271,9 +277,14 @@ def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:
 
 
 class EngineCanary:
-    """One greedy question, answered by ms-swift's own engine on the learner's module."""
+    """One greedy question, answered by ms-swift's own engine on the learner's module.
 
-    def __init__(self, module: Any, template: Any, encoder: Encoder, sample: Sample) -> None:
+    ``half_precision``: the module computes in 16 bits, so that near ties count as the same answer.
+    """
+
+    def __init__(
+        self, module: Any, template: Any, encoder: Encoder, sample: Sample, *, half_precision: bool
+    ) -> None:
         self._module = module
         self._template = template
         self.request: dict[str, Any] = encoder.request(sample)
@@ -286,6 +297,7 @@ class EngineCanary:
             seed=1,
         )
         self._closing = encoder.closing_token_ids
+        self._tie_nats = HALF_PRECISION_TIE_NATS if half_precision else 0.0
         self._answer = CanaryAnswer()
         self._engine: TransformersEngine | None = None
 
@@ -306,14 +318,13 @@ class EngineCanary:
         finally:
             model.train(was_training)
         (choice,) = response.choices
-        half = model.dtype in (torch.float16, torch.bfloat16)
         self._answer = CanaryAnswer(
             self._without_closing(choice.token_ids),
             tuple(
                 {token["token"]: token["logprob"] for token in position["top_logprobs"]}
                 for position in (choice.logprobs or {}).get("content", ())
             ),
-            HALF_PRECISION_TIE_NATS if half else 0.0,
+            self._tie_nats,
         )
 
     def agrees(self, token_ids: Sequence[int]) -> bool:

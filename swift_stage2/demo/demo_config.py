@@ -161,6 +161,7 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "freeze_vit": False,
         "freeze_aligner": False,
         "torch_dtype": "float32",
+        "fp16": False,  # else ms-swift trains float32 weights in mixed fp16 on a GPU
         "attn_impl": "sdpa",
         "check_model": False,  # it asks a hub whether a newer model exists
         "use_cpu": True,

@@ -24,7 +24,7 @@ from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Sample  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
-from swift_stage2.trainer import EngineCanary  # noqa: E402
+from swift_stage2.trainer import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
 from swift_stage2.weight_sync import Canary  # noqa: E402
 
 # These need the ranks that torchrun starts; none of them changes what a server sees.
@@ -75,7 +75,8 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
 
     def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
         """The question of a sync round."""
-        return EngineCanary(module, self.template, encoder, sample)
+        half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
+        return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
 
 
 def prepare_learner(swift: Mapping[str, Any], scratch: Path, *, with_weights: bool) -> LearnerPreparation:

@@ -1,0 +1,51 @@
+"""Mixed precision keeps float32 weights and computes in 16 bits: what is compared must know. On a real trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_model import make_encoder, read_rows, sample_of
+from sft_run import build_trainer
+
+from swift_stage2 import trainer as trainer_module
+from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS
+from swift_stage2.trainer import CONFIG_VARIABLE
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
+    bf16: bool, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(config))
+    given: dict[str, Any] = {}
+    start_run = trainer_module.start_run
+
+    def remember(*arguments: Any, **settings: Any) -> Any:
+        given.update(settings)
+        return start_run(*arguments, **settings)
+
+    monkeypatch.setattr(trainer_module, "start_run", remember)
+    trainer = build_trainer(
+        rows_file,
+        tmp_path / "out",
+        trainer_class="swift_stage2.trainer.Stage2Trainer",
+        fp16=False,
+        bf16=bf16,
+    )
+    trainer.train()
+    module = given["module"]
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert given["half_precision"] == bf16
+
+    canary = given["make_canary"](make_encoder(trainer.template), sample_of(read_rows(rows_file)[0], 0))
+    computed: set[torch.dtype] = set()
+    watch = module.lm_head.register_forward_hook(lambda layer, inputs, output: computed.add(output.dtype))
+    canary.answer()
+    watch.remove()
+    assert computed == {torch.bfloat16 if bf16 else torch.float32}
+    assert canary._answer.tie_nats == (HALF_PRECISION_TIE_NATS if bf16 else 0.0)
