@@ -90,10 +90,12 @@ def _devices(config: Stage2Config) -> Outcome[None]:
     owners |= {f"server {index}": server.devices for index, server in enumerate(config.launch.servers)}
     shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
     named = [device for devices in owners.values() for device in devices]
-    bare = [
+    wants_cpu = config.swift.get("use_cpu") is True
+    bare = [] if wants_cpu or config.launch.learner.devices else ["launch.learner.devices"]
+    bare += [
         f"launch.servers[{index}].devices"
         for index, server in enumerate(config.launch.servers)
-        if server.engine is ServerEngine.SWIFT and not server.devices
+        if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
     num_here = _num_devices()
     if named and max(named) >= num_here:
@@ -103,8 +105,8 @@ def _devices(config: Stage2Config) -> Outcome[None]:
         )
     if bare and num_here:
         return warning(
-            f"disjoint ({shown}); vLLM would run without a GPU although there are {num_here}",
-            f"write {bare[0]}: the numbers of that server's GPUs",
+            f"disjoint ({shown}); who is given no devices sees none of the {num_here} GPU(s) here",
+            f"write numbers of GPUs at {', '.join(bare)}",
         )
     return ok(f"disjoint ({shown})")
 

@@ -14,7 +14,7 @@ import pytest
 from doctor_run import Report
 from live_server import free_port
 
-from swift_stage2.doctor import command
+from swift_stage2.doctor import command, configuration
 from swift_stage2.errors import ConfigError
 
 Configure = Callable[..., Path]
@@ -139,6 +139,36 @@ def test_devices_that_this_machine_lacks_are_a_warning(configure: Configure, doc
     assert row["verdict"] == "warning"
     assert "learner: 900; server 0: 901" in row["found"]
     assert "run the doctor on the machine that trains" in row["fix"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "use_cpu", "fix"),
+    [
+        ("transformers", False, "write numbers of GPUs at launch.learner.devices, launch.servers[0].devices"),
+        ("vllm", True, "write numbers of GPUs at launch.servers[0].devices"),
+        ("transformers", True, None),
+    ],
+)
+def test_who_would_leave_the_gpus_here_unused_is_told(
+    configure: Configure,
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    use_cpu: bool,
+    fix: str | None,
+) -> None:
+    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    report = doctor(
+        configure(
+            DEAD,
+            launch={"servers": [{"engine": engine}]},
+            swift__model="/nowhere/m",
+            swift__use_cpu=use_cpu,
+        )
+    )
+    row = report.row("devices")
+    assert row["verdict"] == ("ok" if fix is None else "warning")
+    assert row["fix"] == (fix or "")
 
 
 @pytest.mark.parametrize(
