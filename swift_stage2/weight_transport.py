@@ -17,7 +17,7 @@ import torch
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.background_call import BackgroundCall
 from swift_stage2.collectives import GlooCommunicator, WeightGroup
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.server_session import Deadline, ServerSession
 
 _POLL_S = 0.001
@@ -197,7 +197,13 @@ class StockTransport:
             return GlooCommunicator(group, timeout_s=timeout_s)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-        return PyNcclCommunicator(group, device=self._device)
+        communicator = PyNcclCommunicator(group, device=self._device)
+        if communicator.disabled:  # it would send nothing, and say nothing
+            raise WeightSyncError(
+                "vLLM must be able to use NCCL beside a learner on a GPU, got a communicator that is switched off; "
+                "unset VLLM_DISABLE_PYNCCL, or install NCCL where vLLM finds it"
+            )
+        return communicator
 
     def _send_on_stream(self, flat: torch.Tensor, deadline: Deadline) -> None:
         """On a stream of its own: training shares the default one, and would wait for a server that is lost.

@@ -16,7 +16,7 @@ from fake_rollout_server import Answer, FakeRolloutServer, outputs
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import WeightSyncHang
+from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
@@ -148,3 +148,25 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     assert last.headers["Authorization"] == "Bearer key"
     transport.close()
     assert server.calls[-1] is last
+
+
+def test_a_communicator_that_sends_nothing_is_the_learners_fault(
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's is switched off by VLLM_DISABLE_PYNCCL, and where it finds no NCCL, without an error."""
+    utils: Any = types.ModuleType("vllm.distributed.utils")
+    utils.StatelessProcessGroup = types.SimpleNamespace(create=lambda **_: object())
+    pynccl: Any = types.ModuleType("vllm.distributed.device_communicators.pynccl")
+    pynccl.PyNcclCommunicator = lambda group, device: types.SimpleNamespace(disabled=True)
+    for module in (utils, pynccl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for package in ("vllm", "vllm.distributed", "vllm.distributed.device_communicators"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
+    transport = StockTransport(torch.device("cuda", 0))
+    with (
+        ServerSession(server.url, None) as session,
+        pytest.raises(WeightSyncError, match="unset VLLM_DISABLE_PYNCCL"),
+    ):
+        transport.open(session, 51216, Deadline(5.0))
+    transport.close()
