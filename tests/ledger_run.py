@@ -60,7 +60,7 @@ class LedgerRun:
         self.ledger.sent(keys, server="http://s", seed=5, version=version)
         self.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
         for key in keys:
-            self.ledger.matched(Segment(key, "", version, {}, 10, 6, MatchQuality(1, 1, 1, 0.5, 0, 0)))
+            self.ledger.matched(Segment(key, "", version, {}, 10, 6, 4, MatchQuality(1, 1, 1, 0.5, 0, 0)))
 
     def pack(self, keys: list[SampleKey], pack_id: str = "p") -> None:
         self.ledger.packed(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40))

@@ -158,6 +158,7 @@ class Encoder:
             encoding=encoding,
             num_tokens=num_tokens,
             num_supervised_tokens=sum(weight > 0 for weight in weights),
+            num_rollout_tokens=len(rollout.token_ids),
             quality=target.quality,
         )
 

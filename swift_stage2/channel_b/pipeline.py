@@ -23,6 +23,7 @@ from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Seg
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
 from swift_stage2.rollout_protocol import protect_from_abort
@@ -70,6 +71,10 @@ class StepView:
 
 class PipelineEvents(Protocol):
     """Where the pipeline reports what happened; implemented by the telemetry side."""
+
+    def read(
+        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+    ) -> None: ...
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None: ...
 
@@ -214,6 +219,11 @@ class Pipeline:
                 self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return False
+        self._events.read(
+            [sample.key for sample in samples],
+            num_objects=[num_objects(sample) for sample in samples],
+            num_pixels=[num_pixels(request) for request in requests],
+        )
         self._last_version_asked = self._clock.current
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)

@@ -95,6 +95,7 @@ class Segment:
     encoding: Mapping[str, Any]
     num_tokens: int
     num_supervised_tokens: int
+    num_rollout_tokens: int
     quality: MatchQuality
 
 

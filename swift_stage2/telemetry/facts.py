@@ -77,6 +77,9 @@ class SegmentFacts(Protocol):
     def num_tokens(self) -> int: ...
 
     @property
+    def num_rollout_tokens(self) -> int: ...
+
+    @property
     def quality(self) -> QualityFacts: ...
 
 

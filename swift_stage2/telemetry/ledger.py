@@ -24,12 +24,14 @@ class Entry(StrEnum):
     START = "start"
     """A process began before ``step``, with ``state``; from the checkpoint ``save_id`` if it resumed one."""
     DRAWN = "drawn"
+    READ = "read"
+    """Row and images were read: ``num_objects`` and ``num_pixels`` of each, the latter null if unknown."""
     SENT = "sent"
     """A POST left: ``server``, ``seed``, ``version``."""
     FINISHED = "finished"
     """It ended: ``end`` is "answered" or says why not."""
     MATCHED = "matched"
-    """A rollout was parsed, matched, corrected and encoded; ``version`` is the rollout's."""
+    """A rollout of ``num_rollout_tokens`` was parsed, matched, corrected and encoded; ``version`` is the rollout's."""
     PACKED = "packed"
     RETURNED = "returned"
     """They are drawn again before any new one; ``samples`` have the attempt that they are drawn with."""
@@ -81,6 +83,14 @@ class Ledger:
         """The source gave out these samples, new or returned."""
         self._log.write(Entry.DRAWN, samples=_entries(keys))
 
+    def read(
+        self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+    ) -> None:
+        """Rows and images of drawn samples were read; one entry per sample."""
+        self._log.write(
+            Entry.READ, samples=_entries(keys), num_objects=list(num_objects), num_pixels=list(num_pixels)
+        )
+
     def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
         """A POST asks ``server``, which holds ``version``, for one rollout each."""
         self._log.write(Entry.SENT, samples=_entries(keys), server=server, seed=seed, version=version)
@@ -98,6 +108,7 @@ class Ledger:
             samples=_entries([segment.key]),
             version=segment.version,
             num_tokens=segment.num_tokens,
+            num_rollout_tokens=segment.num_rollout_tokens,
             quality=segment.quality,
         )
 

@@ -40,17 +40,23 @@ class RunAccount:
 
 def account_of(ledgers: Mapping[int, Sequence[Record]]) -> RunAccount:
     """The account of a run from the records of every rank, oldest first; parts of a run follow each other."""
+    histories = effective_histories(ledgers)
+    ranks = tuple(
+        _replay(rank, history, sum(len(r["samples"]) for r in ledgers[rank] if r["kind"] == Entry.TRAINED))
+        for rank, history in histories.items()
+    )
+    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)))
+
+
+def effective_histories(ledgers: Mapping[int, Sequence[Record]]) -> dict[int, list[Process]]:
+    """By rank, what counts of each process's records, oldest first."""
     processes = {rank: split_by_process(records) for rank, records in sorted(ledgers.items())}
     # A process that some rank never began cannot have trained, for every step is agreed on by all.
     common = set.intersection(*({run_of(process) for process in every} for every in processes.values()))
-    histories = {
+    return {
         rank: effective_history([process for process in every if run_of(process) in common])
         for rank, every in processes.items()
     }
-    ranks = tuple(
-        _replay(rank, history, sum(map(_num_trained, processes[rank]))) for rank, history in histories.items()
-    )
-    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)))
 
 
 def _replay(rank: int, history: Sequence[Process], num_ever_trained: int) -> RankAccount:
@@ -61,10 +67,6 @@ def _replay(rank: int, history: Sequence[Process], num_ever_trained: int) -> Ran
     for record in records:
         replay.take(record)
     return replay.account(num_resumes=len(history) - 1, num_void=num_ever_trained - replay.num_trained)
-
-
-def _num_trained(process: Process) -> int:
-    return sum(len(record["samples"]) for record in process if record["kind"] == Entry.TRAINED)
 
 
 def _compare(histories: Mapping[int, Sequence[Process]]) -> Iterator[Violation]:

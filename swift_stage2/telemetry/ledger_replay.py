@@ -196,6 +196,8 @@ class Replay:
         if life.key != key and record["kind"] != Entry.RETURNED:
             self._break("a sample keeps its row, and its attempt until it returns", [key])
         match record["kind"]:
+            case Entry.READ:
+                self._move(life, (Stage.DRAWN,), Stage.DRAWN, "read once it was drawn")
             case Entry.SENT:
                 self._move(life, (Stage.DRAWN, Stage.SENT), Stage.SENT, "sent once it was drawn")
             case Entry.FINISHED:

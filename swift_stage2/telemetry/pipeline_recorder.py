@@ -7,11 +7,11 @@ since the last progress, which tells a slow pipeline from a dead one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.facts import BatchFacts, PackFacts, QualityFacts, SegmentFacts
+from swift_stage2.telemetry.facts import BatchFacts, KeyFacts, PackFacts, QualityFacts, SegmentFacts
 from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.spans import Trace
 
@@ -59,6 +59,12 @@ class PipelineRecorder:
             num_posts=outcome.num_posts,
             failures=list(outcome.failures),
         )
+
+    def read(
+        self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+    ) -> None:
+        """Rows and images of drawn samples were read."""
+        self._ledger.read(keys, num_objects=num_objects, num_pixels=num_pixels)
 
     def segment(self, segment: SegmentFacts, seconds: float) -> None:
         """One rollout became a segment: parsed, matched, corrected and encoded."""

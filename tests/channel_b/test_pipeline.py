@@ -60,10 +60,15 @@ class Recorder:
     stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     num_batches: int = 0
+    reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=lambda: Ledger(AuditLog(None)))
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
+
+    def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
+        self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
+        self.ledger.read(keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         self.num_batches += 1
@@ -244,6 +249,9 @@ def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encode
     assert pack.capacity_tokens == PACKING_LENGTH
     assert pack.num_supervised_tokens == sum(segment.num_supervised_tokens for segment in segments)
     assert pack.quality == tuple(segment.quality for segment in segments)
+    read = {key: (num_objects, num_pixels) for key, num_objects, num_pixels in bench.events.reads}
+    for segment in segments:
+        assert read[segment.key] == (segment.quality.num_ground_truth, 150 * 100)
     expected = encoder.collate(segments)
     assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
     assert torch.equal(pack.batch["position_ids"], expected["position_ids"])

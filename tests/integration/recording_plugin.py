@@ -16,8 +16,6 @@ from transformers import TrainerCallback
 
 from swift_stage2.trainer import Stage2Trainer
 
-STEPS_PER_EPOCH = 6
-
 
 def _digest(tensor):
     return hashlib.sha256(
@@ -32,7 +30,7 @@ class RecordingTrainer(Stage2Trainer):
         directory.mkdir(parents=True, exist_ok=True)
         self._record = (directory / f"rank{self.args.process_index}.jsonl").open("a", encoding="utf-8")
         self.add_callback(_AtTheEnd(self))
-        self.num_b_in_epoch = 0  # steps of channel B since the epoch's first step
+        self.latest_b = -1  # step of channel B
 
     def write(self, **fields):
         self._record.write(json.dumps(fields) + "\n")
@@ -40,11 +38,9 @@ class RecordingTrainer(Stage2Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         step = self.state.global_step
-        if step % STEPS_PER_EPOCH == 0:
-            self.num_b_in_epoch = 0
         _inject(self, step)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.num_b_in_epoch += _is_b(batches[0])
+        self.latest_b = step if _is_b(batches[0]) else self.latest_b
         for batch in batches:
             self.write(
                 step=step,
@@ -81,18 +77,17 @@ def _whole(parameters):
 
 
 def _inject(trainer, step):
-    """``INJECT`` is RANK:STEP:FAULT; ``sigterm_after_b`` comes at the first step from then on that is in mid-epoch
-    and has one of channel B before it in its epoch."""
+    """``INJECT`` is RANK:STEP:FAULT. A signal, written as SIGTERM/6, comes at the first step from STEP on that has one
+    of channel B before it in its block of 6 steps, however late rollouts are."""
     if not os.environ.get("INJECT"):
         return
     rank, at, fault = os.environ["INJECT"].split(":")
-    if trainer.args.process_index != int(rank):
+    if trainer.args.process_index != int(rank) or step < int(at):
         return
-    if fault == "sigterm_after_b" and step >= int(at) and step % STEPS_PER_EPOCH and trainer.num_b_in_epoch:
+    name, _, block = fault.partition("/")
+    if block and trainer.latest_b >= step - step % int(block):
         os.environ["INJECT"] = ""
-        os.kill(os.getpid(), signal.SIGTERM)
-    if fault == "sigkill" and step == int(at):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[name])
     if fault == "nan" and step == int(at):
         with torch.no_grad():
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")

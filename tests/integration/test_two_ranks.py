@@ -9,7 +9,7 @@ import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger import Entry, ledger_path, read_ledger, read_ledgers
 from swift_stage2.telemetry.ledger_account import account_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -146,7 +146,7 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
         b_ratio=0.5,
         swift={"max_steps": 24, "save_strategy": "steps", "save_steps": 4},
     )
-    stopped = run_learner(config, first, ranks=2, inject="1:8:sigterm_after_b")
+    stopped = run_learner(config, first, ranks=2, inject="1:8:SIGTERM/6")
     assert stopped.status == 0, stopped.output[-3000:]
     num_steps = len(stopped.audit(0, "step"))
     assert 9 <= num_steps < 24, "not stopped after a step of channel B"
@@ -186,14 +186,14 @@ def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trai
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
     directory = tmp_path / "run"
-    swift = {"max_steps": 16, "save_strategy": "steps", "save_steps": 5}
+    swift = {"max_steps": 40, "save_strategy": "steps", "save_steps": 5}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift)
-    killed = run_learner(config, directory, ranks=2, inject="1:8:sigkill")
+    killed = run_learner(config, directory, ranks=2, inject="1:8:SIGKILL/5")
     assert killed.status != 0
-    assert not (directory / "checkpoint-10").exists()
+    latest = max(directory.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     before = account_of(read_ledgers([directory]))
     assert before.is_balanced
-    again = swift | {"resume_from_checkpoint": str(directory / "checkpoint-5")}
+    again = swift | {"resume_from_checkpoint": str(latest)}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again)
     resumed = run_learner(config, directory, ranks=2)
     assert resumed.status == 0, resumed.output[-3000:]
@@ -202,6 +202,8 @@ def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trai
     assert [rank.num_resumes for rank in account.ranks] == [1, 1]
     assert all(rank.num_void > 0 for rank in account.ranks), "no B step fell between checkpoint and kill"
     assert all(rank.trained > 0 for rank in account.ranks)
+    matched = [record for record in read_ledger(ledger_path(directory, 0)) if record["kind"] == Entry.MATCHED]
+    assert all(record["num_rollout_tokens"] > 0 for record in matched)
 
 
 def _check_ledgers(first: Path, second: Path) -> None:

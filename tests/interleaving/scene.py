@@ -88,7 +88,7 @@ class StubEncoder:
             raise RuntimeError("the disk went away")
         self._num_segments += 1
         num_tokens = 1 + rollout.sample.key.index % 3
-        return Segment(rollout.sample.key, "", rollout.version, {}, num_tokens, num_tokens, _QUALITY)
+        return Segment(rollout.sample.key, "", rollout.version, {}, num_tokens, num_tokens, 1, _QUALITY)
 
     def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
         return {}
@@ -108,6 +108,9 @@ class RankEvents:
         self._ledger = ledger
         self._rank = rank
         self._told = told
+
+    def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
+        self._told.read(keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         counts = self._ledger.counts

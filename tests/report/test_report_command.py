@@ -87,6 +87,6 @@ def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.Captu
     assert main(["report", str(tmp_path / name)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "swift-stage2: error: a report needs a run's directory with ledger/rank*.jsonl, got "
+        "swift-stage2 report: error: a report needs a run's directory with ledger/rank*.jsonl, got "
     )
     assert "telemetry.audit: true" in line

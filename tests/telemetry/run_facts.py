@@ -28,7 +28,7 @@ def quality(pairs: int = 3, predictions: int = 4, truths: int = 6, **changes: ob
 
 
 def segment(match: MatchQuality | None = None, version: int = 1) -> Segment:
-    return Segment(SampleKey(0, 0, 7), "0:0:7", version, {}, 10, 6, match or quality())
+    return Segment(SampleKey(0, 0, 7), "0:0:7", version, {}, 10, 6, 4, match or quality())
 
 
 def pack(name: str = "p", version: int = 1, num_tokens: int = 30, num_segments: int = 2) -> Pack:
