@@ -36,12 +36,14 @@ from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
 from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.progress_watch import ProgressWatch
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.standing import Standing
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import Activity, LiveView, Telemetry
 from swift_stage2.weight_export import WeightExport
@@ -54,6 +56,7 @@ _NUM_SAMPLES_LOOKED_AT = 64
 _NUM_ISOLATION_SAMPLES = 3
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
+_STALL_MARGIN_S = 60.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
 PackedLoss = Callable[[dict[str, Any]], float]
@@ -72,6 +75,7 @@ class Stage2Run:
         channel_b: ChannelB | None,
         logging_steps: int,
         start_ledger: Callable[..., None],
+        watch: ProgressWatch,
     ) -> None:
         self.learner = learner
         self.telemetry = telemetry
@@ -79,6 +83,7 @@ class Stage2Run:
         self._channel_b = channel_b
         self._logging_steps = max(1, logging_steps)
         self._start_ledger = start_ledger
+        self._watch = watch
         self._resumed_save_id: str | None = None
 
     def start(self) -> None:
@@ -87,6 +92,7 @@ class Stage2Run:
         if self._channel_b is not None:
             self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
         self.learner.start()
+        self._watch.start()
 
     def end_step(self, step: int, epoch: float | None) -> None:
         """Called on all ranks after optimizer step number ``step`` (from 1)."""
@@ -139,6 +145,7 @@ class Stage2Run:
 
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""
+        self._watch.stop()
         self.learner.close()
         self.telemetry.clock.switch(Activity.OTHER)
         self.telemetry.close()
@@ -219,7 +226,20 @@ def start_run(
         world_size=control.world_size,
         version_window=config.stage2_ab.channel_b.prefetch.version_window,
     )
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_ledger)
+    watch = _progress_watch(config, telemetry, channel_b)
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_ledger, watch)
+
+
+def _progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
+    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
+    if channel_b is not None:
+        who["pipeline"] = lambda: channel_b.pipeline.standing
+    return ProgressWatch(
+        who,
+        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
+        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
+        on_stall=lambda what, seconds: telemetry.audit.write("no_progress", what=what, seconds=seconds),
+    )
 
 
 def _start_telemetry(

@@ -12,11 +12,11 @@ import math
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 from swift_stage2.background_call import BackgroundCall
+from swift_stage2.thread_stacks import thread_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +66,9 @@ class RoundWatch:
 
     def _tell(self, what: str) -> None:
         hang = f"{what} did not end within {self._limit_s:g} s"
-        logger.error("a sync round hung and cannot be taken back: %s\n%s", hang, _stacks())
+        logger.error("a sync round hung and cannot be taken back: %s\n%s", hang, thread_stacks())
         logger.error("a sync round hung and cannot be taken back: %s", self._on_hang(hang))
         for handler in logging.getLogger().handlers:
             handler.flush()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-
-
-def _stacks() -> str:
-    """Where every thread stands."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )

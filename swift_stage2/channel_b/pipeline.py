@@ -32,6 +32,7 @@ from swift_stage2.scheduling.pacing_state import PacingState
 from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
         self.failure: BaseException | None = None
         self.last_progress_s = time.monotonic()
+        self.standing: Standing | None = None
+        """What the thread is at; None while there is nothing to do."""
 
     def start(self) -> None:
         """Starts the thread; it idles until the first ``observe``."""
@@ -166,7 +169,9 @@ class Pipeline:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                if not self._work_once():
+                worked = self._work_once()
+                self.standing = None
+                if not worked:
                     self._wake.wait(_IDLE_SLICE_S)
                     self._wake.clear()
         except (FenceShutDown, QueueClosed):
@@ -208,6 +213,7 @@ class Pipeline:
 
     def _produce(self, num_samples: int) -> bool:
         """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
+        self._go_on_to("reads rows and images")
         samples, requests = [], []
         for drawn in self._source.draw(num_samples):
             try:
@@ -225,6 +231,7 @@ class Pipeline:
             num_pixels=[num_pixels(request) for request in requests],
         )
         self._last_version_asked = self._clock.current
+        self._go_on_to(f"asks servers for {len(samples)} rollouts")
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)
         self._events.batch(outcome, time.monotonic() - started)
@@ -265,6 +272,7 @@ class Pipeline:
         return protect_from_abort(request) if sample.key in self._aborted else request
 
     def _prepare(self, rollout: Rollout) -> None:
+        self._go_on_to("matches and encodes a rollout")
         started = time.monotonic()
         self._guard.observe(rollout.truncated)
         sample: Sample = rollout.sample
@@ -287,6 +295,7 @@ class Pipeline:
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
+            self._go_on_to("packs")
             self._drop_stale_segments()
             if not self._segments:
                 return
@@ -347,6 +356,9 @@ class Pipeline:
             message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
             self._quarantine(key, QuarantineReason.TOO_SLOW, message)
         self._source.give_back(again, reason)
+
+    def _go_on_to(self, what: str) -> None:
+        self.standing = Standing(f"channel B's pipeline {what}")
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:
         self._source.settle_quarantined(key, reason, message)

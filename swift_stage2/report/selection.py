@@ -137,9 +137,9 @@ def warnings(comparisons: Iterable[Comparison]) -> Iterator[str]:
 
 _REMEDIES = {
     "stale": "raise prefetch.version_window or prefetch.sync_every_steps",
-    "overflow": "lower prefetch.target_packs",
-    "timed_out": "raise rollout.request_timeout_s or lower decoding.max_new_tokens",
-    "aborted": "write sync.on_pending: wait",
+    "overflow": "lower prefetch.prefetch_target_packs",
+    "timed_out": "raise rollout.request_timeout_s or lower rollout.decoding.max_new_tokens",
+    "aborted": "write rollout.sync.on_pending: wait",
     "failed": "read the servers' logs",
     str(Entry.QUARANTINED): "see its reasons above; too_slow ends with a longer rollout.request_timeout_s",
 }

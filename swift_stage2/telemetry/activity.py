@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
+from swift_stage2.standing import Standing
+
 NANOSECONDS = 1_000_000_000
 
 
@@ -30,6 +32,9 @@ class Activity(StrEnum):
     """Start, shutdown, and what nothing else claims."""
 
 
+_OF_ANY_LENGTH = (Activity.EVALUATING, Activity.OTHER)
+
+
 class ActivityClock:
     """Exactly one activity at every moment, from construction on; it starts in ``OTHER``."""
 
@@ -39,6 +44,8 @@ class ActivityClock:
         self._total_ns = dict.fromkeys(Activity, 0)
         self._current = Activity.OTHER
         self._since_ns = self._started_ns = now_ns()
+        self.standing: Standing | None = None
+        """What the main thread is at; None in activities that nobody can call too long."""
 
     @property
     def wall_ns(self) -> int:
@@ -61,6 +68,9 @@ class ActivityClock:
         with self._lock:
             self._close_interval()
             ended, self._current = self._current, following
+            self.standing = (
+                None if following in _OF_ANY_LENGTH else Standing(f"the main thread is {following}")
+            )
         return ended
 
     @contextmanager

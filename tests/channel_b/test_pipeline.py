@@ -617,6 +617,26 @@ def test_the_thread_wakes_for_a_new_step_at_once(make_bench: Callable[..., Bench
     bench.events.wait_until(lambda: bench.events.num_batches > 0)
 
 
+def test_where_the_thread_stands_is_known_while_it_works(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    asking: list[str] = []
+
+    def look_around(samples: Sequence[Sample]) -> BatchOutcome:
+        assert bench.pipeline.standing is not None
+        asking.append(bench.pipeline.standing.what)
+        return bench.client.answer_all(samples)
+
+    bench.client.answer = look_around
+    assert bench.pipeline.standing is None
+    bench.observe()
+    bench.pipeline.start()
+    bench.events.wait_until(lambda: bench.events.num_batches > 0)
+    bench.observe(max_prompts=0)
+    assert bench.pipeline.stop(30.0)
+    assert asking[0] == f"channel B's pipeline asks servers for {len(bench.client.calls[0])} rollouts"
+    assert bench.pipeline.standing is None
+
+
 # --- nothing is lost ---------------------------------------------------------------------------------
 
 
