@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +69,15 @@ class ServerProcess:
         found = [each for each in self.descendants() if " ".join(each.cmdline()).startswith(name)]
         assert len(found) == 1, [each.cmdline() for each in self.descendants()]
         return found[0]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Takes no call and answers none meanwhile; what is sent to it waits."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def wait_until_it_answers(self) -> None:
         end = time.monotonic() + START_S

@@ -53,16 +53,20 @@ def said(completion: Completion) -> tuple[Any, ...]:
 
 
 def while_busy(
-    merger: LiveMerger, threads: ThreadPoolExecutor, parts: list[tuple[list[dict[str, Any]], int]]
+    stock: ServerProcess,
+    merger: LiveMerger,
+    threads: ThreadPoolExecutor,
+    parts: list[tuple[list[dict[str, Any]], int]],
 ) -> list[httpx.Response]:
     """Posts the parts, in order, while the server is busy with a call of another kind, so that they are merged."""
     before = merger.dispatcher.health()["num_posts"]
-    busy = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, temperature=1.5, seed=3)
-    merger.wait_until(lambda state: state["running"] is not None)
-    futures = []
-    for number, (requests, seed) in enumerate(parts):
-        futures.append(threads.submit(post, merger.url, requests, seed=seed))
-        merger.wait_until_queued(number + 1)
+    with stock.held():
+        busy = threads.submit(post, merger.url, [image_request()], temperature=1.5, seed=3)
+        merger.wait_until(lambda state: state["running"] is not None)
+        futures = []
+        for number, (requests, seed) in enumerate(parts):
+            futures.append(threads.submit(post, merger.url, requests, seed=seed))
+            merger.wait_until_queued(number + 1)
     replies = [future.result(_CALL_S) for future in futures]
     assert busy.result(_CALL_S).status_code == 200
     assert merger.dispatcher.health()["num_posts"] - before >= 2
@@ -73,7 +77,7 @@ def test_merged_records_are_those_of_one_direct_post_and_of_every_request_alone(
     stock: ServerProcess, merger: LiveMerger
 ) -> None:
     with ThreadPoolExecutor(4) as threads:
-        first, second = while_busy(merger, threads, [(REQUESTS[:2], 1000), (REQUESTS[2:], 77_000)])
+        first, second = while_busy(stock, merger, threads, [(REQUESTS[:2], 1000), (REQUESTS[2:], 77_000)])
     merged = completions(first, 2) + completions(second, 3)
     assert merger.dispatcher.health()["num_posts"] == 2
     assert [completion.seed for completion in merged] == [1000, 1001, 1002, 1003, 1004]
@@ -89,11 +93,15 @@ def test_merged_records_are_those_of_one_direct_post_and_of_every_request_alone(
     )
 
 
-def test_a_picture_that_the_server_refuses_fails_its_own_caller_only(merger: LiveMerger) -> None:
+def test_a_picture_that_the_server_refuses_fails_its_own_caller_only(
+    stock: ServerProcess, merger: LiveMerger
+) -> None:
     broken = image_request()
     broken["images"] = [base64.b64encode(b"no picture").decode()]
     with ThreadPoolExecutor(4) as threads:
-        good, bad = while_busy(merger, threads, [(REQUESTS[:2], 1000), ([broken, *REQUESTS[2:]], 2000)])
+        good, bad = while_busy(
+            stock, merger, threads, [(REQUESTS[:2], 1000), ([broken, *REQUESTS[2:]], 2000)]
+        )
     assert [completion.seed for completion in completions(good, 2)] == [1000, 1001]
     assert bad.status_code == 500
 
@@ -101,18 +109,21 @@ def test_a_picture_that_the_server_refuses_fails_its_own_caller_only(merger: Liv
 def test_control_calls_pass_in_their_turn(stock: ServerProcess, merger: LiveMerger) -> None:
     assert merger.get(protocol.SERVER_INFO).status_code == 404
     assert merger.get(protocol.WORLD_SIZE).json() == {"world_size": 1}
-    with ThreadPoolExecutor(1) as threads:
-        long_call = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, seed=5)
-        merger.wait_until(lambda state: state["running"] is not None)
-        reset = merger.post(protocol.RESET_PREFIX_CACHE, {})
-        assert long_call.done() or long_call.result(1.0).status_code == 200
-        assert protocol.parse_cache_reset(reset.json())
+    with ThreadPoolExecutor(2) as threads:
+        with stock.held():
+            call = threads.submit(post, merger.url, [image_request()], seed=5)
+            merger.wait_until(lambda state: state["running"] is not None)
+            reset = threads.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+            merger.wait_until_queued(0, num_control=1)
+        assert protocol.parse_cache_reset(reset.result(_CALL_S).json())
+        assert call.done() or call.result(1.0).status_code == 200
 
 
-def test_health_answers_at_once_while_the_server_computes(merger: LiveMerger) -> None:
+def test_health_answers_at_once_while_the_server_is_busy(stock: ServerProcess, merger: LiveMerger) -> None:
     with ThreadPoolExecutor(1) as threads:
-        long_call = threads.submit(post, merger.url, [image_request()] * 32, max_tokens=400, seed=5)
-        merger.wait_until(lambda state: state["running"] is not None)
-        body = merger.get(protocol.HEALTH).json()
-        assert body["running"] == {"path": protocol.INFER, "num_requests": 32}
-        assert long_call.result(_CALL_S).status_code == 200
+        with stock.held():
+            call = threads.submit(post, merger.url, [image_request()] * 32, seed=5)
+            merger.wait_until(lambda state: state["running"] is not None)
+            body = merger.get(protocol.HEALTH).json()
+            assert body["running"] == {"path": protocol.INFER, "num_requests": 32}
+        assert call.result(_CALL_S).status_code == 200
