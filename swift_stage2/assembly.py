@@ -11,12 +11,12 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -33,7 +33,7 @@ from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
 from swift_stage2.fence import InferFence
-from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.learner import ChannelB, Learner, StepDecision
 from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
 from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.progress_watch import ProgressWatch
@@ -44,6 +44,7 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.standing import Standing
+from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import Activity, LiveView, Telemetry
 from swift_stage2.weight_export import WeightExport
@@ -64,24 +65,44 @@ WrapTransport = Callable[[WeightTransport], WeightTransport]
 ResultT = TypeVar("ResultT")
 
 
+class Decider(Protocol):
+    """Who decides every step: the learner, or a replay in its place."""
+
+    def start(self) -> None: ...
+
+    def request_stop(self) -> None: ...
+
+    def begin_step(self, step: int, num_packs: int) -> StepDecision: ...
+
+    def end_step(self, step: int, losses: Sequence[str]) -> None: ...
+
+    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
 class Stage2Run:
     """One rank's running stage 2: what the trainer talks to."""
 
     def __init__(
         self,
-        learner: Learner,
+        learner: Decider,
         telemetry: Telemetry,
         control: ControlGroup,
         channel_b: ChannelB | None,
         logging_steps: int,
+        start_record: Callable[[], None],
         start_ledger: Callable[..., None],
         watch: ProgressWatch,
+        saves_checkpoints: bool = True,
     ) -> None:
+        self.saves_checkpoints = saves_checkpoints
         self.learner = learner
         self.telemetry = telemetry
         self._control = control
         self._channel_b = channel_b
         self._logging_steps = max(1, logging_steps)
+        self._start_record = start_record
         self._start_ledger = start_ledger
         self._watch = watch
         self._resumed_save_id: str | None = None
@@ -89,13 +110,15 @@ class Stage2Run:
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
         self.telemetry.clock.switch(Activity.BUSY)
+        self._start_record()
         if self._channel_b is not None:
             self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
         self.learner.start()
         self._watch.start()
 
-    def end_step(self, step: int, epoch: float | None) -> None:
-        """Called on all ranks after optimizer step number ``step`` (from 1)."""
+    def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> None:
+        """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was."""
+        self.learner.end_step(step - 1, [loss.hex() for loss in losses])
         if step % self._logging_steps == 0:
             self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch)
 
@@ -219,6 +242,14 @@ def start_run(
         fail_when_starved=starvation.action is StarvationAction.FAIL,
         channel_b=channel_b,
     )
+    start_record = partial(
+        telemetry.record.start,
+        run_id=run_id,
+        step=first_step,
+        world_size=control.world_size,
+        config=config.without_secrets(),
+        surroundings=surroundings(next(module.parameters()).device),
+    )
     start_ledger = partial(
         telemetry.ledger.start,
         run_id=run_id,
@@ -226,11 +257,12 @@ def start_run(
         world_size=control.world_size,
         version_window=config.stage2_ab.channel_b.prefetch.version_window,
     )
-    watch = _progress_watch(config, telemetry, channel_b)
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_ledger, watch)
+    watch = progress_watch(config, telemetry, channel_b)
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
 
 
-def _progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
+def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
+    """Over a rank's main thread and, if it has one, its pipeline."""
     who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
     if channel_b is not None:
         who["pipeline"] = lambda: channel_b.pipeline.standing
@@ -253,6 +285,7 @@ def _start_telemetry(
         tensorboard=settings.tensorboard,
         audit=settings.audit,
         trace=settings.trace,
+        record=settings.record,
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
         total_steps=total_steps,
         queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,

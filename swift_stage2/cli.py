@@ -31,6 +31,7 @@ _OWN_PARSER = {
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
     "report": ("swift_stage2.report.command", "check that no sample of a run was lost or trained twice"),
+    "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
 }
 
@@ -79,17 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(config_path: str) -> int:
     from swift_stage2.config import load_config
+    from swift_stage2.launch.rank_end import as_rank
 
-    status = 1
-    mistake = ""
-    try:
+    def work() -> int:
         _warn(load_config(config_path))  # a mistake in it is told before the slow imports
-        status = int(importlib.import_module("swift_stage2.trainer").train(config_path))
-    except UserError as exc:
-        status, mistake = _USER_MISTAKE, _one_line(exc)
-        raise
-    finally:
-        _leave_exit_status(status, mistake)
+        return int(importlib.import_module("swift_stage2.trainer").train(config_path))
+
+    status = as_rank(work)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         sys.stdout.flush()
@@ -107,27 +104,10 @@ def _warn(config: Stage2Config) -> None:
             print(f"swift-stage2 train: warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _leave_exit_status(status: int, mistake: str) -> None:
-    """For the launcher, which sees torchrun's status only. The first rank that fails has the say.
-
-    A user's mistake follows on a second line: the launcher tells it again below torchrun's traceback.
-    """
-    from swift_stage2.launch.plan import EXIT_STATUS_FILE
-
-    path = os.environ.get(EXIT_STATUS_FILE)
-    if path and status != 0:
-        with suppress(OSError), open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{status}\n{mistake}" if mistake else str(status))
-
-
 def _show(line: str) -> None:
     """A closed terminal or pipe ends the show, not the run."""
     with suppress(OSError):
         print(line, flush=True)
-
-
-def _one_line(error: UserError) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

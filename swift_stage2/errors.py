@@ -26,6 +26,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── UpstreamTimeout           the server behind a merger did not answer in time and may still be at it
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
     ├── ChildFailed               a process that demo or bench started did not end well
+    ├── ReplayDiffers             a replay came to another loss than its record; raised alike on every rank
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
 """
 
@@ -150,6 +151,10 @@ class UpstreamTimeout(Stage2Error):
 
 class PipelineFailed(Stage2Error):
     """A background pipeline died on some rank; every rank raises this at the same step."""
+
+
+class ReplayDiffers(Stage2Error):
+    """A replay came to another loss than the record of its run."""
 
 
 class ChannelBStarved(Stage2Error):

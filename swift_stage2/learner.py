@@ -70,6 +70,8 @@ class LearnerEvents(Protocol):
 
     def record_step(self, facts: StepRecord) -> None: ...
 
+    def record_losses(self, step: int, losses: Sequence[str]) -> None: ...
+
     def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None: ...
 
     def record_warning(self, message: str) -> None: ...
@@ -160,6 +162,10 @@ class Learner:
         self._raise_failures(outcome)
         self._watch_starvation(plan)
         return StepDecision(plan, packs, outcome.stop_requested)
+
+    def end_step(self, step: int, losses: Sequence[str]) -> None:
+        """``step`` has trained; the losses of its micro_steps as ``float.hex``, where the run records them."""
+        self._events.record_losses(step, losses)
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
         """What a run resumed before ``step`` needs of this rank besides the trainer's own state, as JSON."""

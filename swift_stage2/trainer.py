@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from swift_stage2.cpu_torchvision import declare_operators
 
@@ -57,6 +57,9 @@ HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     """ms-swift's supervised trainer whose optimizer steps may train channel B's packs instead of its batches."""
 
+    make_run: ClassVar[Callable[..., Stage2Run]] = staticmethod(start_run)
+    """Puts this rank's run together; a replay sets another one."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stage2_config = _config_from_environment()
@@ -66,6 +69,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         self._resumed_a_batches: int | None = None
         self._a_batches_in_epoch = 0
         self.stop_agreed = False
+        self._losses: list[torch.Tensor] = []  # of this step's micro_steps, where they are recorded
         self.add_callback(_Stage2Callback(self))
 
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +99,19 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
                 self._a_batches_in_epoch += len(batches)
         return batches, num_items
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As ms-swift does it; the loss is kept until the step ends."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.stage2_config.telemetry.record:
+            self._losses.append(loss.detach())
+        return loss
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        assert self.stage2 is not None
+        losses, self._losses = [float(loss) for loss in self._losses], []
+        self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
+
     def _begin_step(self, num_batches: int) -> StepDecision:
         assert self.stage2 is not None
         try:
@@ -120,6 +137,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         assert self.stage2 is not None
+        if not self.stage2.saves_checkpoints:
+            return None
         with self.stage2.telemetry.activity("saving"):
             directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if self.args.should_save:
@@ -142,7 +161,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         module = self.accelerator.unwrap_model(self.model)
         # Mixed precision keeps float32 weights and casts them in the forward pass, also in the canary's.
         half_precision = self.accelerator.native_amp or module.dtype in HALF_PRECISION_DTYPES
-        self.stage2 = start_run(
+        self.stage2 = self.make_run(
             self.stage2_config,
             rows=_rows_of(self.train_dataset),
             template=self.template,
@@ -227,13 +246,18 @@ def train(config_path: str) -> int:
         Stage2Error: anything else that ends the run, on every rank.
     """
     config = load_config(config_path)
+    return run_pipeline(config, config_path, asks_servers=True)
+
+
+def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) -> int:
+    """Runs the pipeline of ``config``, which ``config_path`` holds; see ``train``."""
     os.environ[CONFIG_VARIABLE] = os.path.abspath(config_path)
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     check_model(config.swift)
     check_datasets(config.swift)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)
     try:
@@ -356,8 +380,7 @@ class _Stage2Callback(TrainerCallback):
         self._trainer.end_epoch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._trainer.stage2 is not None
-        self._trainer.stage2.end_step(state.global_step, state.epoch)
+        self._trainer.end_step()
         if self._trainer.stop_agreed:
             control.should_training_stop = True
             control.should_save = True

@@ -53,7 +53,7 @@ class LaunchedRun:
         self.directory = directory
         self.log = directory.with_suffix(".log")
         self.tag = directory.name + str(os.getpid())
-        environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(directory / "record"), TAG: self.tag}
+        environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(directory / "micro_steps"), TAG: self.tag}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "swift_stage2", "launch", str(config)],

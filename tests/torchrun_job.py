@@ -104,7 +104,7 @@ class LearnerRun:
     def recorded(self, rank: int) -> list[dict[str, Any]]:
         return [
             json.loads(line)
-            for line in (self.directory / "record" / f"rank{rank}.jsonl").read_text().splitlines()
+            for line in (self.directory / "micro_steps" / f"rank{rank}.jsonl").read_text().splitlines()
         ]
 
 
@@ -115,6 +115,7 @@ def write_config(
     *,
     b_ratio: float,
     swift: dict[str, Any],
+    record: bool = False,
     **channel_b: Any,
 ) -> Path:
     """A small run on the tiny model. ``swift`` and ``channel_b`` override single keys."""
@@ -157,6 +158,8 @@ def write_config(
             },
         },
     }
+    if record:
+        config["telemetry"] = {"record": True}
     if server is not None:
         config["rollout"] = {
             "servers": [{"base_url": server.base_url, "group_port": server.group_port}],
@@ -186,11 +189,22 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 def run_learner(config: Path, directory: Path, *, ranks: int, inject: str = "") -> LearnerRun:
     """Runs torchrun to its end, within a deadline, and leaves no process behind."""
-    environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(directory / "record"), "INJECT": inject}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
         "--master_port", str(free_port()), "-m", "swift_stage2", "train", str(config),
     ]  # fmt: skip
+    return _run(command, directory, inject=inject)
+
+
+def run_replay(run_dir: Path, output: Path) -> LearnerRun:
+    """Replays to its end, within a deadline, and leaves no process behind. No rollout server is told of to it."""
+    command = [sys.executable, "-m", "swift_stage2", "replay", str(run_dir), "--output", str(output)]
+    return _run(command, output)
+
+
+def _run(command: list[str], directory: Path, *, inject: str = "") -> LearnerRun:
+    record_dir = directory / "micro_steps"
+    environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(record_dir), "INJECT": inject}
     log = directory.with_suffix(".log")
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import decide_pack
+from swift_stage2.channel_b.packing_line import make_pack, make_segment
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -278,14 +279,7 @@ class Pipeline:
         sample: Sample = rollout.sample
         try:
             prompt = self._encoder.encode_prompt(sample)
-            target = self._task.correct(rollout, sample.labels, prompt.boxes, self._encoder.tokenise)
-            segment = self._encoder.encode_segment(
-                rollout,
-                prompt,
-                target,
-                closing_weight=self._task.closing_weight,
-                sample_id=f"{sample.key.epoch}:{sample.key.position}:{sample.key.index}",
-            )
+            segment = make_segment(rollout, prompt, self._encoder, self._task)
         except (SampleError, MatchingError) as error:
             self._quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
             return
@@ -309,24 +303,13 @@ class Pipeline:
             if chosen is None:
                 return
             started = time.monotonic()
-            pack = self._collate([self._segments[index] for index in chosen])
+            segments = [self._segments[index] for index in chosen]
+            pack = make_pack(uuid.uuid4().hex, segments, self._encoder, self._packing_length)
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._segments_per_pack += _SMOOTHING * (len(chosen) - self._segments_per_pack)
             # Told first: once offered, the learner may train it at any moment.
             self._events.pack(pack, time.monotonic() - started)
             self._queue.offer(pack, current_version=self._clock.current)
-
-    def _collate(self, segments: Sequence[Segment]) -> Pack:
-        return Pack(
-            pack_id=uuid.uuid4().hex,
-            version=min(segment.version for segment in segments),
-            batch=self._encoder.collate(segments),
-            keys=tuple(segment.key for segment in segments),
-            num_tokens=sum(segment.num_tokens for segment in segments),
-            num_supervised_tokens=sum(segment.num_supervised_tokens for segment in segments),
-            capacity_tokens=self._packing_length,
-            quality=tuple(segment.quality for segment in segments),
-        )
 
     def _drop_stale_segments(self) -> None:
         stale = [s for s in self._segments if not self._clock.is_fresh(s.version, self._version_window)]

@@ -172,7 +172,16 @@ class SampleSource:
 
     def _read(self, key: SampleKey) -> Drawn:
         try:
-            labels, boxes = read_ground_truth(row := self._rows[key.index])
+            return Drawn(key, read_sample(self._rows, key))
         except SampleError as error:
             return Drawn(key, None, error)
-        return Drawn(key, Sample(key=key, row=row, labels=labels, boxes=boxes))
+
+
+def read_sample(rows: Rows, key: SampleKey) -> Sample:
+    """The row behind a key, with its ground truth.
+
+    Raises:
+        SampleError: the row cannot be used.
+    """
+    labels, boxes = read_ground_truth(row := rows[key.index])
+    return Sample(key=key, row=row, labels=labels, boxes=boxes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -26,6 +27,8 @@ _WANTED_STEPS_IN_GRACE = 4
 _ROUND_FIXED_S = 10.0
 _SLOW_BUCKET_MIB_PER_S = 100.0
 
+_SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
+
 # Keys of configurations from before this package, wherever they stand, and what says the same now.
 RETIRED_ANYWHERE = {"rollout_buffer": "stage2_ab.channel_b.prefetch"}
 RETIRED_AT_TOP = {
@@ -45,6 +48,15 @@ class TelemetryConfig:
     """Per-rank events as JSON lines in the run directory."""
     trace: bool = False
     """Spans of every stage as a trace file; for finding out where time goes."""
+    record: bool = False
+    """Completions, plans and losses as JSON lines in the run directory, so that ``replay`` can run it again."""
+
+    def __post_init__(self) -> None:
+        if self.record and not self.audit:
+            raise ConfigError(
+                "telemetry.record needs the ledger that telemetry.audit keeps, got record=true audit=false; write "
+                "telemetry.audit: true"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +77,11 @@ class Stage2Config:
         rules.deadline("control_timeout_s", self.control_timeout_s)
         self._check_control_timeout()
         self._check_launch()
+        if self.telemetry.record and not self.swift.get("model"):
+            raise ConfigError(
+                "telemetry.record needs ms-swift's arguments in the section swift, for a replay reads them there, got "
+                f"model={self.swift.get('model')!r}; write them there and start with swift-stage2 train or launch"
+            )
         if self.b_enabled:
             refuse_unsupported(self.swift)
         if self.gradient_accumulation_steps is not None:
@@ -138,6 +155,16 @@ class Stage2Config:
     def to_yaml(self) -> str:
         """Every setting, defaults included, as YAML that ``load_config`` reads back to an equal object."""
         return write_yaml(_plain(asdict(self)))
+
+    def without_secrets(self) -> dict[str, Any]:
+        """Every setting that a learner needs, as plain values; what may hold a secret is left out.
+
+        That is ``launch.servers`` with their environments, and ms-swift's tokens.
+        """
+        plain: dict[str, Any] = _plain(asdict(self))
+        plain["launch"]["servers"] = []
+        plain["swift"] = {key: value for key, value in plain["swift"].items() if not _SECRET.search(key)}
+        return plain
 
     def _check_control_timeout(self) -> None:
         if self.b_enabled:

@@ -49,6 +49,8 @@ class DemoJob:
     on_pending: OnPending = OnPending.WAIT
     max_new_tokens: int = 128
     temperature: float = 0.3
+    record: bool = False
+    """So that the run can be replayed."""
     swift: dict[str, Any] = field(default_factory=dict)
     """ms-swift arguments that differ from the demo's."""
 
@@ -93,6 +95,8 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}},
         "launch": {"learner": {"nproc_per_node": job.num_ranks, "shutdown_timeout_s": 60}},
     }
+    if job.record:
+        config["telemetry"] = {"record": True}
     if job.b_ratio == 0:
         return config
     config["stage2_ab"]["channel_b"] = {

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         b_ratio=arguments.b_ratio,
         seed=arguments.seed,
         engine=ServerEngine(arguments.engine),
+        record=arguments.record,
     )
     ports = free_ports(2)
     write_config(job, (ports[0], ports[1]))
@@ -115,6 +116,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what serves rollouts: our server on one of two engines, or stock `swift rollout` (default %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--record", action="store_true", help="record the run, so that swift-stage2 replay can take it again"
+    )
     arguments = parser.parse_args(argv)
     for name, least in (("steps", 1), ("seed", 0)):
         value = getattr(arguments, name)

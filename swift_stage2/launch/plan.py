@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def plan_launch(
     """
     log_dir = _run_dir(config) / "logs"
     status_file = log_dir / "learner.exit_status"
-    outer = {key: text for key, text in environment.items() if key not in _FOREIGN_RANK + _FOREIGN_SIZE}
+    outer = without_rank(environment)
     servers = tuple(
         _plan_server(config, index, process, address, outer)
         for index, (process, address) in enumerate(
@@ -209,16 +209,37 @@ def _plan_learner(
             "nproc_per_node must be at least 1 and at most the number of launch.learner.devices, got "
             f"nproc_per_node={num_ranks} devices={list(process.devices)}"
         )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    grace = f"--shutdown-timeout={process.shutdown_timeout_s}"
-    train = ["-m", "swift_stage2", "train", str(config_path.absolute())]
-    environment = _environment(outer, process.devices) | {EXIT_STATUS_FILE: str(status_file)}
-    return Command(
-        name="learner",
-        argv=(sys.executable, "-u", *torchrun, grace, *train),
-        environment=environment,
-        grace_s=process.shutdown_timeout_s + _KILL_MARGIN_S,
+    return torchrun_command(
+        "learner",
+        ["train", str(config_path.absolute())],
+        num_ranks=num_ranks,
+        shutdown_timeout_s=process.shutdown_timeout_s,
+        environment=_environment(outer, process.devices) | {EXIT_STATUS_FILE: str(status_file)},
     )
+
+
+def torchrun_command(
+    name: str,
+    words: Sequence[str],
+    *,
+    num_ranks: int,
+    shutdown_timeout_s: int,
+    environment: Mapping[str, str],
+) -> Command:
+    """``swift-stage2 WORDS`` in every rank of one machine."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    grace = f"--shutdown-timeout={shutdown_timeout_s}"
+    return Command(
+        name=name,
+        argv=(sys.executable, "-u", *torchrun, grace, "-m", "swift_stage2", *words),
+        environment=environment,
+        grace_s=shutdown_timeout_s + _KILL_MARGIN_S,
+    )
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what an outer torchrun or ms-swift launcher may have left in it."""
+    return {key: text for key, text in environment.items() if key not in _FOREIGN_RANK + _FOREIGN_SIZE}
 
 
 def _environment(outer: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str]:

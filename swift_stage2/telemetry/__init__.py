@@ -10,6 +10,7 @@
     audit, tensorboard, chart_layout, live_view, live_state  the ways out
     summary, summary_table   from a finished audit back to answers
     ledger             every sample's life
+    run_record      what a replay needs besides the ledger
     ledger_history, ledger_replay, ledger_account   what of it survived, the rules, and what became of all samples
 
 ``docs/design/metrics.md`` lists every tag. Knows no ms-swift and issues no collective.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.merging import SumAcrossRanks
 from swift_stage2.telemetry.metrics import PREFIX
 from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
+from swift_stage2.telemetry.run_record import RunRecord, record_path
 from swift_stage2.telemetry.spans import Trace
 from swift_stage2.telemetry.step_recorder import StepRecorder
 from swift_stage2.telemetry.storage_warning import StorageWarning
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``trace``
-    and ``pipeline``, which any thread may use."""
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``record``,
+    ``trace`` and ``pipeline``, which any thread may use."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Telemetry:
         tensorboard: bool = True,
         audit: bool = True,
         trace: bool = False,
+        record: bool = False,
         live: LiveView | None = None,
         total_steps: int = 0,
         queue_limit: int | None = None,
@@ -64,7 +66,10 @@ class Telemetry:
         self.ledger = Ledger(
             AuditLog(ledger_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage)
         )
-        self.pipeline = PipelineRecorder(self.counters, self.audit, self.ledger, self.trace)
+        self.record = RunRecord(
+            AuditLog(record_path(run_dir, rank) if record else None, rank, warning=self._storage)
+        )
+        self.pipeline = PipelineRecorder(self.counters, self.audit, self.ledger, self.record, self.trace)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
@@ -95,10 +100,15 @@ class Telemetry:
     def record_step(self, facts: StepFacts) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
         self._recorder.step(facts)
+        self.record.step(facts)
         if self._board is not None:
             self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
         self._tracker.step(facts)
         self._show()
+
+    def record_losses(self, step: int, losses: Sequence[str]) -> None:
+        """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
+        self.record.losses(step, losses)
 
     def record_round(self, step: int, outcome: RoundFacts, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
@@ -167,6 +177,7 @@ class Telemetry:
         self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
         self.audit.close()
         self.ledger.close()
+        self.record.close()
         if self._board is not None:
             self._flush_plans()
             self._board.close()

@@ -64,6 +64,45 @@ class KeyFacts(Protocol):
     def attempt(self) -> int: ...
 
 
+class SampleFacts(Protocol):
+    """One sample."""
+
+    @property
+    def key(self) -> KeyFacts: ...
+
+
+class SpanFacts(Protocol):
+    """Token positions ``start <= i < end`` that were sampled under ``version``."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+class RolloutFacts(Protocol):
+    """What the model said to one sample."""
+
+    @property
+    def sample(self) -> SampleFacts: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def truncated(self) -> bool: ...
+
+    @property
+    def spans(self) -> Sequence[SpanFacts]: ...
+
+
 class SegmentFacts(Protocol):
     """One encoded sample."""
 
@@ -191,7 +230,7 @@ class BatchFacts(Protocol):
     """What became of one batch of samples at the rollout servers."""
 
     @property
-    def rollouts(self) -> Sequence[object]: ...
+    def rollouts(self) -> Sequence[RolloutFacts]: ...
 
     @property
     def returned(self) -> Sequence[object]: ...

@@ -13,6 +13,7 @@ from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.facts import BatchFacts, KeyFacts, PackFacts, QualityFacts, SegmentFacts
 from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.run_record import RunRecord
 from swift_stage2.telemetry.spans import Trace
 
 _CUT_BY_OUR_OWN_STOP = "stopped"
@@ -26,12 +27,14 @@ class PipelineRecorder:
         counters: Counters,
         audit: AuditLog,
         ledger: Ledger,
+        record: RunRecord,
         trace: Trace,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._counters = counters
         self._audit = audit
         self._ledger = ledger
+        self._record = record
         self._trace = trace
         self._now_s = now_s
         self._last_progress_s = now_s()
@@ -59,6 +62,8 @@ class PipelineRecorder:
             num_posts=outcome.num_posts,
             failures=list(outcome.failures),
         )
+        for rollout in outcome.rollouts:
+            self._record.completion(rollout)
 
     def read(
         self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]

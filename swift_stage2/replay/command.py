@@ -1,0 +1,113 @@
+"""The ``replay`` command: a recorded run in, a verdict out.
+
+By itself it starts as many ranks as the run had, on this machine. Under torchrun it is one of the ranks.
+Exit status: 0 every loss is bit-equal, 1 one is not or a rank failed, 2 there is nothing to replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from swift_stage2.errors import UserError
+from swift_stage2.launch.launcher import run_plan
+from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
+from swift_stage2.launch.rank_end import as_rank
+from swift_stage2.replay.recorded_run import RecordedRun, read_run
+from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict, verdict_path
+from swift_stage2.surroundings import ENVIRONMENT_NAMES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replays and returns the exit status."""
+    options = _parser().parse_args(argv)
+    run_dir = options.run_dir.absolute()
+    output = (options.output or options.run_dir / "replay").absolute()
+    if "RANK" in os.environ:
+        return as_rank(lambda: _be_rank(run_dir, output, unfinished=options.unfinished))
+    return _start_ranks(read_run(run_dir, unfinished=options.unfinished), output)
+
+
+def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
+    recorded = read_run(run_dir, unfinished=unfinished)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != recorded.world_size:
+        raise UserError(
+            f"a replay needs as many ranks as the run, got world_size={world_size}, recorded "
+            f"{recorded.world_size}; start {recorded.world_size} ranks"
+        )
+    from swift_stage2.replay.rank import replay_rank  # loads ms-swift, after a mistake has been told
+
+    rank = int(os.environ["RANK"])
+    verdict = replay_rank(recorded, output, rank=rank)
+    if rank == 0:
+        verdict.write(output)
+        _say(verdict.sentence)
+    return verdict.status
+
+
+def _start_ranks(recorded: RecordedRun, output: Path) -> int:
+    logs = output / "logs"
+    status_file = logs / "replay.exit_status"
+    verdict_path(output).unlink(missing_ok=True)
+    outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}
+    more = [] if recorded.unfinished_step is None else ["--unfinished"]
+    learner = torchrun_command(
+        "replay",
+        ["replay", str(recorded.directory), "--output", str(output), *more],
+        num_ranks=recorded.world_size,
+        shutdown_timeout_s=recorded.config["launch"]["learner"]["shutdown_timeout_s"],
+        environment={
+            **outer,
+            **recorded.surroundings["environment"],
+            "PYTHONUNBUFFERED": "1",
+            EXIT_STATUS_FILE: str(status_file),
+        },
+    )
+    plan = LaunchPlan(servers=(), learner=learner, log_dir=logs, exit_status_file=status_file)
+    _say(
+        f"steps {recorded.first_step} to {recorded.last_step} of {recorded.directory}, {recorded.world_size} ranks; "
+        f"logs in {logs}"
+    )
+    status = run_plan(plan, None, 0.0, _show)
+    verdict = read_verdict(output)
+    if verdict is None:
+        _say(f"no verdict: the ranks ended with status {status}; see {logs}")
+        return status or EXIT_DIFFERS
+    _say(verdict.sentence)
+    return status if verdict.status == EXIT_EQUAL else verdict.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="swift-stage2 replay",
+        description="Takes the steps of a recorded run again, without servers, and compares every loss bit by bit.",
+    )
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="output directory of a run with telemetry.record: true"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="gets logs and verdict (default RUN_DIR/replay); no checkpoint",
+    )
+    parser.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="also take the step that every rank planned and not every rank ended, if there is one: where a run hung",
+    )
+    return parser
+
+
+def _say(text: str) -> None:
+    _show(f"[replay] {text}")
+
+
+def _show(line: str) -> None:
+    """A closed terminal or pipe ends the show, not the replay."""
+    with suppress(OSError):
+        print(line, flush=True)

@@ -1,0 +1,165 @@
+"""One rank of a replay: the run's own configuration and trainer, with the recorded steps in the learner's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from swift_stage2 import resume
+from swift_stage2.assembly import Stage2Run, detection_task, progress_watch
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.sample_source import Rows
+from swift_stage2.collectives import join_control_group, together
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.errors import ReplayDiffers, UserError
+from swift_stage2.replay.recorded_run import RecordedRun
+from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
+from swift_stage2.replay.verdict import Verdict
+from swift_stage2.surroundings import surroundings
+from swift_stage2.telemetry import LiveView, Telemetry
+from swift_stage2.trainer import Stage2Trainer, run_pipeline
+
+# What must not reach the run's own directory, or anybody's hub.
+_OWN_PLACE = {"add_version": False, "report_to": ["none"], "push_to_hub": False, "logging_dir": None}
+
+
+def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
+    """Takes the recorded steps, on as many ranks as the run had. Every rank comes to the same verdict.
+
+    Raises:
+        UserError: threads, device, data, model or checkpoint are not the run's.
+    """
+    directory = recorded.surroundings["directory"]
+    try:
+        os.chdir(directory)  # the configuration's paths may be relative
+    except OSError as error:
+        raise UserError(
+            f"a replay runs in the run's working directory, cannot enter {directory}: {error}"
+        ) from error
+    config_path = output / "config" / f"rank{rank}.yaml"
+    config_path.parent.mkdir(parents=True, exist_ok=True)
+    config_path.write_text(write_yaml(_config_of(recorded, output)), encoding="utf-8")
+    config = load_config(config_path)
+    _check_checkpoint(recorded, config, rank)
+    learners: list[ReplayedLearner] = []
+    Stage2Trainer.make_run = staticmethod(partial(_make_run, recorded, learners))
+    difference = None
+    try:
+        run_pipeline(config, str(config_path), asks_servers=False)
+    except ReplayDiffers as error:
+        difference = str(error)
+    num_compared = learners[0].num_compared if learners else 0
+    return Verdict(
+        first_step=recorded.first_step,
+        last_step=recorded.last_step,
+        num_b_steps=recorded.num_b_steps,
+        num_compared=num_compared,
+        unfinished_step=recorded.unfinished_step,
+        difference=difference,
+    )
+
+
+def _config_of(recorded: RecordedRun, output: Path) -> dict[str, Any]:
+    """The run's, with ms-swift's own files elsewhere."""
+    config = json.loads(json.dumps(recorded.config))
+    config["swift"] |= {**_OWN_PLACE, "output_dir": str(output)}
+    return dict(config)
+
+
+def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) -> None:
+    """The one that the run resumed is still there, and still the same."""
+    directory = config.swift.get("resume_from_checkpoint")
+    if directory is None:
+        return
+    if not Path(directory).is_dir():
+        raise UserError(
+            f"the run resumed from {directory}, which is gone; a replay begins there as well, so bring it back"
+        )
+    if recorded.save_id is None:
+        return
+    state = resume.read_state(directory, rank=rank, world_size=recorded.world_size, step=recorded.first_step)
+    if state["save_id"] != recorded.save_id:
+        raise UserError(
+            f"the run resumed from the save {recorded.save_id}, got save_id={state['save_id']} in {directory}, which "
+            "was written over since; bring the checkpoint back"
+        )
+
+
+def _make_run(
+    recorded: RecordedRun,
+    learners: list[ReplayedLearner],
+    config: Stage2Config,
+    *,
+    rows: Rows,
+    template: Any,
+    module: nn.Module,
+    run_directory: str,
+    rank: int,
+    first_step: int,
+    total_steps: int,
+    logging_steps: int,
+    **_: Any,
+) -> Stage2Run:
+    """In the place of ``assembly.start_run``, whose arguments it takes; the rest of them concerns servers."""
+    control = join_control_group(config.control_timeout_s)
+    if first_step != recorded.first_step:
+        raise UserError(
+            f"the run began before step {recorded.first_step}, got first_step={first_step}; bring its checkpoint back"
+        )
+    _check_surroundings(recorded.surroundings, surroundings(next(module.parameters()).device))
+    telemetry = Telemetry(
+        Path(run_directory),
+        rank,
+        control.world_size,
+        tensorboard=False,
+        audit=False,
+        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if rank == 0 else None,
+        total_steps=total_steps,
+    )
+    maker = None
+    if config.b_enabled:
+        maker = together(control, partial(_make_maker, config, rows, template))
+    steps = recorded.steps[rank]
+    learner = ReplayedLearner(steps, maker=maker, control=control, events=telemetry)
+    learners.append(learner)
+    return Stage2Run(
+        learner,
+        telemetry,
+        control,
+        None,
+        logging_steps,
+        start_record=lambda: None,
+        start_ledger=lambda **_: None,
+        watch=progress_watch(config, telemetry, None),
+        saves_checkpoints=False,
+    )
+
+
+def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    encoder = Encoder(template, packing_length=packing_length)
+    return PackMaker(rows, encoder, detection_task(config), packing_length)
+
+
+def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, remedy in (
+        ("device", "use the run's"),
+        ("threads", f"set OMP_NUM_THREADS={before['threads']}"),
+    ):
+        if now[name] != before[name]:
+            raise UserError(
+                f"bit-equal losses need the run's {name}, got {name}={now[name]}, recorded {before[name]}; {remedy}"
+            )
+    if now["versions"] != before["versions"]:
+        print(
+            f"[replay] warning: the run had other packages: {before['versions']}, now {now['versions']}",
+            flush=True,
+        )

@@ -1,0 +1,233 @@
+"""Joins record and ledger of every rank into the steps that a run took: plan, packs, completions, losses. Pure.
+
+Only the last process that every rank began, and of it only the steps that every rank ended. Called by ``command``
+and by every rank of a replay, which all come to the same result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.channel_b.records import SampleKey, VersionSpan
+from swift_stage2.errors import UserError
+from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.telemetry.audit import Record, read_audit
+from swift_stage2.telemetry.ledger import Entry, ledger_path, read_ledger
+from swift_stage2.telemetry.ledger_history import Process, run_of, split_by_process
+from swift_stage2.telemetry.run_record import RecordEntry, record_path
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a server said to one sample."""
+
+    key: SampleKey
+    text: str
+    token_ids: tuple[int, ...]
+    truncated: bool
+    spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPack:
+    """One pack that a step trained; ``completions`` in the order of its segments."""
+
+    pack_id: str
+    num_tokens: int
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step of one rank. ``losses`` are of its micro_steps, as ``float.hex``; None if not every rank ended it."""
+
+    step: int
+    channel: Channel
+    version: int
+    packs: tuple[RecordedPack, ...]
+    losses: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """The last process of a recorded run. ``steps`` by rank, alike in number and channel on all ranks.
+
+    The step behind ``last_step``, if there is one, was planned by every rank and not ended by every rank.
+    """
+
+    directory: Path
+    run_id: str
+    world_size: int
+    first_step: int
+    last_step: int
+    save_id: str | None
+    """Of the checkpoint that the process resumed."""
+    config: Mapping[str, Any]
+    surroundings: Mapping[str, Any]
+    steps: Mapping[int, tuple[RecordedStep, ...]]
+
+    @property
+    def num_b_steps(self) -> int:
+        """Those of channel B, among the steps that every rank ended."""
+        return sum(step.channel is Channel.B and step.losses is not None for step in self.steps[0])
+
+    @property
+    def unfinished_step(self) -> int | None:
+        """The step behind ``last_step``, if it is asked for and there is one."""
+        return self.steps[0][-1].step if self.steps[0][-1].losses is None else None
+
+
+def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
+    """What ``run_dir`` holds; with ``unfinished`` also the step that was planned and not ended.
+
+    Raises:
+        UserError: no record, a rank's is missing or damaged, no step was ended, or record and ledger disagree.
+    """
+    starts, records, ledgers = _last_process(run_dir)
+    start = starts[0]
+    joins = {rank: _Join(rank, records[rank], ledgers[rank]) for rank in records}
+    last = _last_whole_step(run_dir, start["step"], joins)
+    planned = unfinished and all(last + 1 in join.plans for join in joins.values())
+    steps = {
+        rank: join.steps(start["step"], last, last + 1 if planned else None) for rank, join in joins.items()
+    }
+    for rank, of_rank in steps.items():
+        for mine, first in zip(of_rank, steps[0], strict=True):
+            if mine.channel is not first.channel:
+                raise UserError(
+                    f"every step has one channel on all ranks, got step {mine.step}: {first.channel} on rank 0, "
+                    f"{mine.channel} on rank {rank}; the record was changed"
+                )
+    ledger_start = ledgers[0][0] if ledgers[0] else {}
+    return RecordedRun(
+        directory=run_dir,
+        run_id=start["run_id"],
+        world_size=start["world_size"],
+        first_step=start["step"],
+        last_step=last,
+        save_id=ledger_start.get("save_id"),
+        config=start["config"],
+        surroundings=start["surroundings"],
+        steps=steps,
+    )
+
+
+def _last_process(run_dir: Path) -> tuple[dict[int, Record], dict[int, Process], dict[int, Process]]:
+    """Its start, record and ledger by rank; the last process that every rank began."""
+    if not record_path(run_dir, 0).is_file():
+        raise UserError(
+            f"a replay needs {record_path(run_dir, 0)}, got no such file; name the run directory (swift.output_dir and "
+            "in it the folder vN-DATE) of a run with telemetry.record: true"
+        )
+    processes = {0: _processes(read_audit(record_path(run_dir, 0)))}
+    if not processes[0]:
+        raise UserError(
+            f"{record_path(run_dir, 0)} tells of no process that began; the run ended before its start"
+        )
+    world_size = list(processes[0].values())[-1][0]["world_size"]
+    for rank in range(1, world_size):
+        path = record_path(run_dir, rank)
+        if not path.is_file():
+            raise UserError(
+                f"a replay needs the record of all {world_size} ranks, got none of rank {rank}; bring {path} here"
+            )
+        processes[rank] = _processes(read_audit(path))
+    common = [run_id for run_id in processes[0] if all(run_id in of_rank for of_rank in processes.values())]
+    if not common:
+        raise UserError(f"no process of {run_dir} was begun by every rank; there is nothing to replay")
+    records = {rank: of_rank[common[-1]] for rank, of_rank in processes.items()}
+    ledgers = {rank: _ledger_of(run_dir, rank, common[-1]) for rank in records}
+    return {rank: process[0] for rank, process in records.items()}, records, ledgers
+
+
+def _ledger_of(run_dir: Path, rank: int, run_id: str) -> Process:
+    """Empty without a ledger, which a run without channel B does not have."""
+    path = ledger_path(run_dir, rank)
+    return _processes(read_ledger(path)).get(run_id, ()) if path.is_file() else ()
+
+
+def _processes(records: Sequence[Record]) -> dict[str, Process]:
+    return {
+        run_id: process for process in split_by_process(records) if (run_id := run_of(process)) is not None
+    }
+
+
+def _last_whole_step(run_dir: Path, first: int, joins: Mapping[int, _Join]) -> int:
+    ended = set.intersection(*(set(join.plans) & set(join.losses) for join in joins.values()))
+    last = first - 1
+    while last + 1 in ended:
+        last += 1
+    # A rank may be one step ahead of another, never two: every step is agreed on.
+    for rank, join in joins.items():
+        if max(join.losses, default=last) > last + 1:
+            raise UserError(
+                f"the record of {run_dir} is damaged: a line of step {last + 1} is lost, though rank {rank} tells of "
+                "later steps (a full disk leaves such holes)"
+            )
+    if last < first:
+        raise UserError(
+            f"the last process of {run_dir} ended before its first step did; there is nothing to replay"
+        )
+    return last
+
+
+class _Join:
+    """One rank's record and ledger, by what they tell of."""
+
+    def __init__(self, rank: int, record: Process, ledger: Process) -> None:
+        self._rank = rank
+        self.plans = {line["step"]: line for line in record if line["kind"] == RecordEntry.STEP}
+        self.losses = {line["step"]: line["losses"] for line in record if line["kind"] == RecordEntry.LOSSES}
+        self._completions = {
+            tuple(line["sample"]): line for line in record if line["kind"] == RecordEntry.COMPLETION
+        }
+        self._packed = {line["pack_id"]: line for line in ledger if line["kind"] == Entry.PACKED}
+        self._trained: dict[int, list[str]] = defaultdict(list)
+        for line in ledger:
+            if line["kind"] == Entry.TRAINED:
+                self._trained[line["step"]].append(line["pack_id"])
+
+    def steps(self, first: int, last: int, unfinished: int | None) -> tuple[RecordedStep, ...]:
+        whole = [self._step(step, tuple(self.losses[step])) for step in range(first, last + 1)]
+        return (*whole, *([] if unfinished is None else [self._step(unfinished, None)]))
+
+    def _step(self, step: int, losses: tuple[str, ...] | None) -> RecordedStep:
+        channel, pack_ids = Channel(self.plans[step]["channel"]), self._trained.get(step, [])
+        if (channel is Channel.B) != bool(pack_ids):
+            raise UserError(
+                f"record and ledger of rank {self._rank} disagree about step {step}: channel {channel} and "
+                f"{len(pack_ids)} packs of channel B; one of them was changed or is not of this run"
+            )
+        return RecordedStep(
+            step=step,
+            channel=channel,
+            version=self.plans[step]["version"],
+            packs=tuple(self._pack(step, pack_id) for pack_id in pack_ids),
+            losses=losses,
+        )
+
+    def _pack(self, step: int, pack_id: str) -> RecordedPack:
+        packed = self._packed.get(pack_id)
+        if packed is None:
+            raise UserError(
+                f"the ledger of rank {self._rank} tells nothing of pack {pack_id}, which step {step} trained; it was "
+                "changed or is damaged"
+            )
+        completions = tuple(self._completion(step, sample) for sample in packed["samples"])
+        return RecordedPack(pack_id, packed["num_tokens"], completions)
+
+    def _completion(self, step: int, sample: Sequence[int]) -> Completion:
+        line = self._completions.get(tuple(sample))
+        if line is None:
+            raise UserError(
+                f"the record of rank {self._rank} lacks what a server said to sample {':'.join(map(str, sample))}, "
+                f"which step {step} trained; a full disk leaves such holes"
+            )
+        spans = tuple(VersionSpan(*span) for span in line["spans"])
+        return Completion(
+            SampleKey(*sample), line["text"], tuple(line["token_ids"]), line["truncated"], spans
+        )
