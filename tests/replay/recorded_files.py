@@ -1,0 +1,108 @@
+"""A recorded run as files: the real source and the real writers of ledger and record, driven by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ledger_run import LedgerRun
+
+from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.learner import StepRecord
+from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.run_record import RunRecord, record_path
+
+SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
+
+
+class RecordedRank:
+    """One rank's process. Every step has two micro_steps."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        run_id: str = "run",
+        state: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self.path = record_path(run_dir, rank)
+        self.ledger = LedgerRun(run_dir, rank=rank, world_size=world_size, run_id=run_id, state=state)
+        self.record = RunRecord(AuditLog(self.path, rank))
+        self.record.start(
+            run_id=run_id,
+            step=self.ledger.step,
+            world_size=world_size,
+            config=config or {"swift": {}},
+            surroundings=SURROUNDINGS,
+        )
+        self._num_packs = 0
+
+    def plan_a(self) -> int:
+        """The next step is planned."""
+        number = self.ledger.step
+        self.ledger.step += 1
+        self.record.step(_planned(number, Channel.A))
+        return number
+
+    def plan_b(self) -> int:
+        """The next step is planned and takes two packs of two samples."""
+        number = self.ledger.step
+        for _ in range(2):
+            self._num_packs += 1
+            keys = self.ledger.draw(2)
+            for key in keys:
+                self.record.completion(completion(key))
+            self.ledger.match(keys)
+            self.ledger.pack(keys, f"p{self._num_packs}")
+            self.ledger.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
+        self.ledger.step += 1
+        self.record.step(_planned(number, Channel.B))
+        return number
+
+    def end(self, number: int) -> None:
+        """That step has trained."""
+        self.record.losses(number, [(number + 0.1).hex(), (number + 0.2).hex()])
+
+    def train(self, channels: str) -> None:
+        """Whole steps."""
+        for channel in channels:
+            self.end(self.plan_a() if channel == "A" else self.plan_b())
+
+
+def _planned(step: int, channel: Channel) -> StepRecord:
+    return StepRecord(
+        step=step,
+        plan=StepPlan(channel),
+        version=1,
+        version_lag=None,
+        queue_depth=0,
+        infer_in_flight=0,
+        round_pending=False,
+        plan_seconds=0.0,
+        packs=(),
+    )
+
+
+def completion(key: SampleKey) -> Rollout:
+    return Rollout(
+        sample=Sample(key, {}, (), ()),
+        text=f"[{key.position}]",
+        token_ids=(5, key.position),
+        prompt_token_ids=(1,),
+        truncated=False,
+        seed=3,
+        server="http://s",
+        spans=(VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)),
+    )
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Every line as ``change`` gives it; None removes it."""
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))

@@ -1,0 +1,166 @@
+"""Recorded steps taken again with the real encoder, task and rows: what is the same, and what is found to differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.packing_line import make_pack, make_segment
+from swift_stage2.channel_b.records import Pack, Rollout, SampleKey, VersionSpan
+from swift_stage2.collectives import SingleRank
+from swift_stage2.errors import ReplayDiffers, UserError
+from swift_stage2.replay.recorded_run import Completion, RecordedPack, RecordedStep
+from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
+from swift_stage2.scheduling.step_plan import Channel
+
+LOSSES = ((0.1).hex(), (0.2).hex())
+TASK = make_task()
+
+
+class Events:
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+
+    def activity(self, name: str) -> Any:
+        return nullcontext()
+
+    def record_step(self, facts: Any) -> None:
+        self.steps.append(facts)
+
+    def record_losses(self, step: int, losses: Sequence[str]) -> None: ...
+
+    def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None: ...
+
+    def record_warning(self, message: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder()
+
+
+def _completion(position: int, text: str) -> Completion:
+    spans = (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
+    return Completion(SampleKey(0, position, position), text, (1, 2), False, spans)
+
+
+def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[Completion]) -> Pack:
+    """As the pipeline makes it from a server's answers."""
+    segments = []
+    for completion in completions:
+        sample = sample_of(rows[completion.key.index], completion.key.position)
+        prompt = encoder.encode_prompt(sample)
+        rollout = Rollout(
+            sample=sample,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            prompt_token_ids=prompt.token_ids,
+            truncated=completion.truncated,
+            seed=9,
+            server="http://s",
+            spans=completion.spans,
+        )
+        segments.append(make_segment(rollout, prompt, encoder, TASK))
+    return make_pack("p", segments, encoder, PACKING_LENGTH)
+
+
+def _step(step: int, *packs: RecordedPack, losses: tuple[str, ...] | None = LOSSES) -> RecordedStep:
+    return RecordedStep(step, Channel.B if packs else Channel.A, 3, packs, losses)
+
+
+def _learner(*steps: RecordedStep, maker: PackMaker | None = None) -> ReplayedLearner:
+    return ReplayedLearner(steps, maker=maker, control=SingleRank(), events=Events())
+
+
+def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    completions = (_completion(0, "[]"), _completion(1, "nothing that parses"))
+    before = _trained(encoder, rows, completions)
+    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
+    learner = _learner(_step(5, RecordedPack("p", before.num_tokens, completions)), maker=maker)
+    num_threads = threading.active_count()
+    learner.start()
+    decision = learner.begin_step(5, 1)
+    assert threading.active_count() == num_threads
+    assert decision.stop  # it is the last one
+    (pack,) = decision.packs
+    assert replace(pack, batch={}) == replace(before, batch={})
+    assert pack.version == 2
+    assert pack.batch.keys() == before.batch.keys()
+    for name, value in before.batch.items():
+        same = torch.equal(pack.batch[name], value) if hasattr(value, "shape") else pack.batch[name] == value
+        assert same, name
+
+
+def test_the_first_loss_that_differs_in_its_last_bit_is_told() -> None:
+    learner = _learner(_step(7), _step(8))
+    learner.begin_step(7, 2)
+    learner.end_step(7, LOSSES)
+    assert learner.num_compared == 1
+    other = torch.nextafter(torch.tensor(0.2, dtype=torch.float64), torch.tensor(1.0)).item()
+    assert not learner.begin_step(8, 2).packs
+    with pytest.raises(ReplayDiffers, match=r"step 8 \(channel A\) .* rank 0: micro_step 1 has loss 0\.2000"):
+        learner.end_step(8, [LOSSES[0], other.hex()])
+    assert learner.num_compared == 1
+
+
+def test_a_loss_that_is_no_number_equals_itself() -> None:
+    nan = (float("nan").hex(),)
+    learner = _learner(_step(0, losses=nan))
+    learner.end_step(0, nan)
+    assert learner.num_compared == 1
+
+
+def test_another_number_of_micro_steps_differs() -> None:
+    with pytest.raises(ReplayDiffers, match="it has 1 micro_steps, recorded 2"):
+        _learner(_step(0)).end_step(0, LOSSES[:1])
+
+
+def test_a_step_that_the_run_did_not_end_is_taken_and_not_compared() -> None:
+    learner = _learner(_step(0), _step(1, losses=None))
+    assert not learner.begin_step(0, 2).stop
+    assert learner.begin_step(1, 2).stop
+    learner.end_step(1, ["0x1p-1"])
+    assert learner.num_compared == 0
+
+
+def test_another_number_of_packs_than_micro_steps_is_refused(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
+    learner = _learner(_step(0, RecordedPack("p", 1, (_completion(0, "[]"),))), maker=maker)
+    with pytest.raises(UserError, match="each of its 2 micro_steps, the ledger tells of 1"):
+        learner.begin_step(0, 2)
+
+
+def test_a_pack_of_another_length_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
+    with pytest.raises(UserError, match=r"pack p must have the recorded num_tokens=7, got \d+; give"):
+        maker.make(RecordedPack("p", 7, (_completion(0, "[]"),)))
+
+
+def test_a_data_set_that_lacks_a_row_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    maker = PackMaker(rows[:1], encoder, TASK, PACKING_LENGTH)
+    with pytest.raises(UserError, match="got num_rows=1, the record names row 1"):
+        maker.make(RecordedPack("p", 7, (_completion(1, "[]"),)))
+
+
+def test_an_image_that_is_gone_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    maker = PackMaker([rows[0] | {"images": ["gone.png"]}], encoder, TASK, PACKING_LENGTH)
+    with pytest.raises(UserError, match="row 0 could be trained in the run and cannot now"):
+        maker.make(RecordedPack("p", 7, (_completion(0, "[]"),)))
+
+
+def test_a_stop_request_ends_a_replay_early() -> None:
+    learner = _learner(_step(0), _step(1))
+    learner.request_stop()
+    assert learner.begin_step(0, 2).stop
