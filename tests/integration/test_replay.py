@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torchrun_job import LearnerRun, Server, run_learner, run_replay, write_config
+
+from swift_stage2.telemetry.ledger import ledger_path, read_ledger
+from swift_stage2.telemetry.run_record import record_path
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,3 +52,94 @@ def test_every_loss_every_batch_and_the_last_weights_are_the_same_bits(
     for rank in (0, 1):
         assert _micro_steps(replay, rank) == _micro_steps(recorded, rank)
         assert _weights(replay, rank) == _weights(recorded, rank)
+
+
+def _copy(recorded: LearnerRun, directory: Path) -> Path:
+    """What a replay reads of a run, and nothing else."""
+    for part in ("record", "ledger"):
+        shutil.copytree(recorded.directory / part, directory / part)
+    return directory
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _b_steps(recorded: LearnerRun) -> list[int]:
+    return [record["step"] for record in recorded.audit(0, "step") if record["channel"] == "B"]
+
+
+def test_changed_completions_are_found_at_the_first_step_that_trained_one(
+    recorded: LearnerRun, tmp_path: Path
+) -> None:
+    """On rank 1 every server is made to have found the objects in the opposite order."""
+    run_dir = _copy(recorded, tmp_path / "changed")
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        if line["kind"] != "completion":
+            return line
+        objects = re.findall(r"{[^{}]*}", line["text"])
+        return line | {"text": f"[{', '.join(reversed(objects))}]"}
+
+    _edit(record_path(run_dir, 1), change)
+    replay = run_replay(run_dir, tmp_path / "replay")
+    assert replay.status == 1, replay.output[-3000:]
+    first = _b_steps(recorded)[0]
+    last_line = replay.output.splitlines()[-1]
+    assert f"differs: step {first} (channel B) is the first that differs, rank 1: micro_step" in last_line
+    assert f"the {first} steps before it are bit-equal" in last_line
+
+
+def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:
+    """On rank 0 the packs of the last two B steps change places."""
+    run_dir = _copy(recorded, tmp_path / "changed")
+    *_, one, other = [step for step in _b_steps(recorded) if len(_packs(run_dir, step)) == 3]
+    swapped = {one: other, other: one}
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {"step": swapped.get(line["step"], line["step"])} if line["kind"] == "trained" else line
+
+    _edit(ledger_path(run_dir, 0), change)
+    replay = run_replay(run_dir, tmp_path / "replay")
+    assert replay.status == 1, replay.output[-3000:]
+    assert (
+        f"differs: step {one} (channel B) is the first that differs, rank 0" in replay.output.splitlines()[-1]
+    )
+
+
+def _packs(run_dir: Path, step: int) -> list[str]:
+    lines = read_ledger(ledger_path(run_dir, 0))
+    return [line["pack_id"] for line in lines if line["kind"] == "trained" and line["step"] == step]
+
+
+def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_checkpoint(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    directory = tmp_path / "run"
+    swift = SWIFT | {"save_strategy": "steps", "save_steps": 5}
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, record=True)
+    killed = run_learner(config, directory, ranks=2, inject="1:12:sigkill")
+    assert killed.status != 0
+    for path in (record_path(directory, 1), ledger_path(directory, 0)):
+        with path.open("ab") as file:
+            file.write(b'{"kind":"losses","ti')  # as a kill in the middle of a line leaves it
+    replay = run_replay(directory, tmp_path / "replay1")
+    assert replay.status == 0, replay.output[-3000:]
+    assert "equal: every loss of steps 0 to 11" in replay.output
+    for rank in (0, 1):
+        whole = [record for record in _micro_steps(killed, rank) if record["step"] < 12]
+        assert _micro_steps(replay, rank) == whole
+    assert not list((tmp_path / "replay1").glob("checkpoint-*"))
+
+    resumed = tmp_path / "resumed"  # its own directory of what was trained, the run's own for everything else
+    swift |= {"resume_from_checkpoint": str(directory / "checkpoint-10"), "output_dir": str(directory)}
+    config = write_config(resumed, rows_file, server, b_ratio=0.5, swift=swift, record=True)
+    rest = run_learner(config, resumed, ranks=2)
+    assert rest.status == 0, rest.output[-3000:]
+    replay = run_replay(directory, tmp_path / "replay2")
+    assert replay.status == 0, replay.output[-3000:]
+    assert f"equal: every loss of steps 10 to {NUM_STEPS - 1}" in replay.output
+    for rank in (0, 1):
+        assert _micro_steps(replay, rank) == _micro_steps(rest, rank)
+        assert _weights(replay, rank) == _weights(rest, rank)
