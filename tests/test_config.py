@@ -511,3 +511,30 @@ def test_there_are_examples() -> None:
 def test_what_launch_writes_itself_is_refused_among_a_servers_args(name: str) -> None:
     with pytest.raises(ConfigError, match=f"args must not set {name}; launch takes it from"):
         ServerProcess(args={name: "x"})
+
+
+# --- the record of a run -------------------------------------------------------------------------------
+
+
+def test_a_record_needs_the_ledger_and_the_arguments_that_a_replay_starts_with(tmp_path: Path) -> None:
+    recorded = changed("telemetry.record", True)
+    assert load(tmp_path, recorded).telemetry.record
+    recorded["telemetry"]["audit"] = False
+    assert "write telemetry.audit: true" in refusal(tmp_path, recorded)
+    recorded = changed("telemetry.record", True)
+    del recorded["swift"]["model"]
+    assert "got model=None; write them there" in refusal(tmp_path, recorded)
+
+
+def test_what_a_record_holds_of_a_configuration_has_no_secret_and_reads_back(tmp_path: Path) -> None:
+    data = changed("launch.servers", [{"engine": "vllm", "env": {"KEY": "s3cret"}, "args": {"a": "s3cret"}}])
+    secrets = dict.fromkeys(("hub_token", "swanlab_token", "swanlab_secret", "swanlab_webhook_url"), "s3cret")
+    kept = {"new_special_tokens": ["t"], "max_new_tokens": 9}
+    data["swift"] |= {**secrets, **kept}
+    config = load(tmp_path, data)
+    plain = config.without_secrets()
+    assert "s3cret" not in str(plain)
+    again = bind(Stage2Config, plain)
+    assert again.stage2_ab == config.stage2_ab
+    assert again.rollout == config.rollout
+    assert again.swift == {**BASE["swift"], **kept}

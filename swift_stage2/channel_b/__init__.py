@@ -9,6 +9,7 @@
         └────── returned, stale or overflowed samples, asked again before any new one ◄──────────┘
 
 ``records.py`` holds everything that flows, in flow order; ``sample_events.py`` what of it the ledger is told;
-``pipeline.py`` is the only file that knows this order. The pipeline's thread owns client, encoder, task and
-segments; source and queue are shared with the main thread and lock for themselves.
+``packing_line.py`` the last stages as functions; ``pipeline.py`` is the only file that knows this order. The
+pipeline's thread owns client, encoder, task and segments; source and queue are shared with the main thread and lock
+for themselves.
 """

@@ -93,3 +93,8 @@ def test_a_port_that_somebody_listens_on_is_held() -> None:
 
 def test_the_model_of_the_demo_is_in_the_package() -> None:
     assert os.path.getsize(STAGE1 / "model.safetensors") < 8 << 20
+
+
+def test_a_job_can_be_recorded(tmp_path: Path) -> None:
+    assert load_config(write_config(_job(tmp_path, record=True), (4001, 4002))).telemetry.record
+    assert not load_config(write_config(_job(tmp_path), (4001, 4002))).telemetry.record

@@ -268,6 +268,19 @@ def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_record_is_kept_when_asked_for_and_holds_every_bit_of_a_loss(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 1, 2, tensorboard=False, record=True, queue_limit=8)
+    telemetry.record.start(run_id="run", step=0, world_size=2, config={}, surroundings={})
+    telemetry.record_step(step(0, PLAN_B, version=3))
+    losses = [(0.1).hex(), float("inf").hex(), (-0.0).hex()]
+    telemetry.record_losses(0, losses)
+    telemetry.close()
+    telemetry.record_losses(1, losses)  # after the end: dropped
+    _, plan, end = read_audit(tmp_path / "record" / "rank1.jsonl")
+    assert (plan["kind"], plan["step"], plan["channel"], plan["version"]) == ("step", 0, "B", 3)
+    assert end["losses"] == losses
+
+
 def test_a_full_disk_gives_one_warning_for_everything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
