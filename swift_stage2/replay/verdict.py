@@ -31,10 +31,10 @@ class Verdict:
     def sentence(self) -> str:
         """One line for a person."""
         if self.difference is not None:
-            return f"differs: {self.difference}; the {self.num_compared} steps before it are bit-equal"
+            return f"differs: {self.difference}; steps before it, all bit-equal: {self.num_compared}"
         if not self._is_equal:
             return (
-                f"not finished: {self.num_compared} steps from step {self.first_step} on are bit-equal, the record "
+                f"not finished: steps from step {self.first_step} on, all bit-equal: {self.num_compared}; the record "
                 f"goes to step {self.last_step}"
             )
         more = (

@@ -88,7 +88,7 @@ def test_changed_completions_are_found_at_the_first_step_that_trained_one(
     first = _b_steps(recorded)[0]
     last_line = replay.output.splitlines()[-1]
     assert f"differs: step {first} (channel B) is the first that differs, rank 1: micro_step" in last_line
-    assert f"the {first} steps before it are bit-equal" in last_line
+    assert f"steps before it, all bit-equal: {first}" in last_line
 
 
 def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:

@@ -62,12 +62,12 @@ def test_a_missing_data_set_is_one_line_and_status_2(
         (
             {"num_compared": 6, "difference": "step 9"},
             1,
-            "differs: step 9; the 6 steps before it are bit-equal",
+            "differs: step 9; steps before it, all bit-equal: 6",
         ),
         (
             {"num_compared": 2},
             1,
-            "not finished: 2 steps from step 3 on are bit-equal, the record goes to step 9",
+            "not finished: steps from step 3 on, all bit-equal: 2; the record goes to step 9",
         ),
     ],
 )
