@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,7 @@ def _end_by_sigterm(server: ServerProcess) -> None:
     """In the middle of a rollout: its caller gets what there is."""
     traces = Traces(server)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, server, [text_request(), image_request()], ENDLESS)
-        _wait_until_running(server, 2)
+        running = _in_the_making(pool, server, [text_request(), image_request()])
         server.process.send_signal(signal.SIGTERM)
         reply = running.result(CALL_S)
     assert reply.status_code == 200, reply.text
@@ -168,8 +167,7 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
 ) -> None:
     traces = Traces(ours)
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=ours.base_url, trust_env=False) as http:
-        running = pool.submit(ask, ours, [text_request(), image_request()], ENDLESS)
-        _wait_until_running(ours, 2)
+        running = _in_the_making(pool, ours, [text_request(), image_request()])
         ours.named(victim).kill()
         seen: set[int] = set()
         end = time.monotonic() + GONE_S
@@ -191,8 +189,7 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
 def test_when_the_server_is_killed_nothing_outlives_it(ours: ServerProcess) -> None:
     traces = Traces(ours)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, ours, [text_request()], ENDLESS)
-        _wait_until_running(ours, 1)
+        running = _in_the_making(pool, ours, [text_request()])
         ours.process.kill()
         with pytest.raises(httpx.TransportError):
             running.result(CALL_S)
@@ -226,6 +223,24 @@ def test_arguments_that_ms_swift_refuses_are_one_line_and_status_2(tmp_path: Pat
         assert "vllm_no_such_option" in last
     finally:
         server.end()
+
+
+def _in_the_making(
+    pool: ThreadPoolExecutor, server: ServerProcess, requests: Sequence[dict[str, Any]]
+) -> Future[httpx.Response]:
+    """All of a call's requests at once: the worker is held until the last of them has reached it.
+
+    Before that it answers once, since the first call of all needs it also to be admitted.
+    """
+    assert ask(server, requests, {"max_tokens": 1}).status_code == 200
+    worker = server.named("VLLM::Worker")
+    worker.suspend()
+    try:
+        running = pool.submit(ask, server, requests, ENDLESS)
+        _wait_until_running(server, len(requests))
+    finally:
+        worker.resume()
+    return running
 
 
 def _wait_until_running(server: ServerProcess, num_requests: int) -> None:
