@@ -77,15 +77,15 @@ def _whole(parameters):
 
 
 def _inject(trainer, step):
-    """``INJECT`` is RANK:STEP:FAULT. A signal, written as SIGTERM/6, comes at the first step from STEP on that has one
-    of channel B before it in its block of 6 steps, however late rollouts are."""
+    """``INJECT`` is RANK:STEP:FAULT. A signal comes at STEP; written as SIGTERM/6 at the first step from there on that
+    has one of channel B before it in its block of 6 steps, however late rollouts are."""
     if not os.environ.get("INJECT"):
         return
     rank, at, fault = os.environ["INJECT"].split(":")
     if trainer.args.process_index != int(rank) or step < int(at):
         return
     name, _, block = fault.partition("/")
-    if block and trainer.latest_b >= step - step % int(block):
+    if name in signal.Signals.__members__ and (not block or trainer.latest_b >= step - step % int(block)):
         os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.Signals[name])
     if fault == "nan" and step == int(at):

@@ -119,7 +119,7 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
     directory = tmp_path / "run"
     swift = SWIFT | {"save_strategy": "steps", "save_steps": 5}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, record=True)
-    killed = run_learner(config, directory, ranks=2, inject="1:12:sigkill")
+    killed = run_learner(config, directory, ranks=2, inject="1:12:SIGKILL")
     assert killed.status != 0
     for path in (record_path(directory, 1), ledger_path(directory, 0)):
         with path.open("ab") as file:
