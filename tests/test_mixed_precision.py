@@ -10,9 +10,9 @@ import torch
 from real_model import make_encoder, read_rows, sample_of
 from sft_run import build_trainer
 
-from swift_stage2 import trainer as trainer_module
+from swift_stage2.assembly import start_run
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS
-from swift_stage2.trainer import CONFIG_VARIABLE
+from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -23,13 +23,12 @@ def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
     config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
     monkeypatch.setenv(CONFIG_VARIABLE, str(config))
     given: dict[str, Any] = {}
-    start_run = trainer_module.start_run
 
     def remember(*arguments: Any, **settings: Any) -> Any:
         given.update(settings)
         return start_run(*arguments, **settings)
 
-    monkeypatch.setattr(trainer_module, "start_run", remember)
+    monkeypatch.setattr(Stage2Trainer, "make_run", staticmethod(remember))
     trainer = build_trainer(
         rows_file,
         tmp_path / "out",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, chdir, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,27 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
         UserError: threads, device, data, model or checkpoint are not the run's.
     """
     directory = recorded.surroundings["directory"]
-    try:
-        os.chdir(directory)  # the configuration's paths may be relative
-    except OSError as error:
-        raise UserError(
-            f"a replay runs in the run's working directory, cannot enter {directory}: {error}"
-        ) from error
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(chdir(directory))  # the configuration's paths may be relative
+        except OSError as error:
+            raise UserError(
+                f"a replay runs in the run's working directory, cannot enter {directory}: {error}"
+            ) from error
+        return _replay(recorded, output, rank)
+
+
+def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
     config_path = output / "config" / f"rank{rank}.yaml"
     config_path.parent.mkdir(parents=True, exist_ok=True)
     config_path.write_text(write_yaml(_config_of(recorded, output)), encoding="utf-8")
     config = load_config(config_path)
     _check_checkpoint(recorded, config, rank)
     learners: list[ReplayedLearner] = []
-    Stage2Trainer.make_run = staticmethod(partial(_make_run, recorded, learners))
     difference = None
     try:
-        run_pipeline(config, str(config_path), asks_servers=False)
+        with _runs_made_by(partial(_make_run, recorded, learners)):
+            run_pipeline(config, str(config_path), asks_servers=False)
     except ReplayDiffers as error:
         difference = str(error)
     num_compared = learners[0].num_compared if learners else 0
@@ -65,6 +70,17 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
         unfinished_step=recorded.unfinished_step,
         difference=difference,
     )
+
+
+@contextmanager
+def _runs_made_by(make_run: Callable[..., Stage2Run]) -> Iterator[None]:
+    """Also those of a trainer that a plugin derives from ours."""
+    before = Stage2Trainer.make_run
+    Stage2Trainer.make_run = staticmethod(make_run)
+    try:
+        yield
+    finally:
+        Stage2Trainer.make_run = staticmethod(before)
 
 
 def _config_of(recorded: RecordedRun, output: Path) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import pytest
 from real_model import STAGE1
 from recorded_files import RecordedRank
 
+from swift_stage2.assembly import start_run
 from swift_stage2.cli import main
 from swift_stage2.replay.verdict import Verdict, read_verdict
+from swift_stage2.trainer import Stage2Trainer
 
 VERDICT = Verdict(
     first_step=3, last_step=9, num_b_steps=2, num_compared=7, unfinished_step=None, difference=None
@@ -42,7 +44,7 @@ def test_a_missing_data_set_is_one_line_and_status_2(
 ) -> None:
     swift = {"model": str(STAGE1), "dataset": ["gone.jsonl"], "output_dir": "there", "report_to": ["wandb"]}
     RecordedRank(tmp_path, config={"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0.0}}}).train("A")
-    monkeypatch.chdir(tmp_path)  # the replay changes it, and this puts it back
+    here = os.getcwd()
     monkeypatch.setattr(
         os, "environ", dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1"}
     )  # and what it sets there
@@ -52,6 +54,8 @@ def test_a_missing_data_set_is_one_line_and_status_2(
     written = (tmp_path / "replay" / "config" / "rank0.yaml").read_text()
     assert str(tmp_path / "replay") in written  # where ms-swift's own files go
     assert "wandb" not in written
+    assert os.getcwd() == here
+    assert Stage2Trainer.make_run is start_run
 
 
 @pytest.mark.parametrize(
