@@ -1,11 +1,13 @@
 """Named shared memory of a process tree, which outlives processes that are killed.
 
 Python's and vLLM's segments are unlinked by their own processes on the way out; after SIGKILL nobody does it.
-Segments are told apart from other programs' by what the tree has mapped. Called by wardens and by the bench.
+Segments are told apart from other programs' by what the tree has mapped; loky's semaphores, which nobody keeps mapped,
+by the process that their names name. Called by wardens and by the bench.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,9 +47,10 @@ class SharedMemoryWatch:
 
 
 def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:
-    """Paths of the segments below ``/dev/shm`` that these processes have mapped; those that have ended hold none."""
+    """Paths below ``/dev/shm`` that these processes have mapped or named after themselves."""
     found: set[str] = set()
     for process in processes:
+        found.update(glob.glob(f"{_DIRECTORY}sem.loky-{process.pid}-*"))
         try:
             lines = (
                 Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -114,3 +114,19 @@ def test_a_warden_that_ends_its_tree_leaves_no_segment() -> None:
     finally:
         os.close(write_end)
         path.unlink(missing_ok=True)
+
+
+def test_a_semaphore_that_only_its_name_ties_to_a_killed_process_is_removed(
+    holder: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, path = holder
+    semaphore = Path(f"/dev/shm/sem.loky-{process.pid}-x")
+    semaphore.write_bytes(bytes(32))
+    try:
+        watch = SharedMemoryWatch()
+        watch.look([psutil.Process(process.pid)])
+        assert watch.unlink_abandoned() == []  # its owner lives
+        _kill(process)
+        assert watch.unlink_abandoned() == sorted((str(path), str(semaphore)))
+    finally:
+        semaphore.unlink(missing_ok=True)
