@@ -15,6 +15,10 @@ BENCHES = {
         "swift_stage2.bench.faults.run",
         "a server broken in every way under a real job (vLLM with --server stock or vllm)",
     ),
+    "kills": (
+        "swift_stage2.bench.faults.kills",
+        "a run killed at random points and resumed: is its ledger exact?",
+    ),
     "learning": ("swift_stage2.bench.learning", "A alone against a share of B: F1 on held-out scenes"),
     "merge": (
         "swift_stage2.bench.merge",

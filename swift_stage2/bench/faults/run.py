@@ -23,7 +23,7 @@ from swift_stage2.bench.faults.rows import ORDER, ROWS, Row
 from swift_stage2.bench.faults.scene import Scene
 from swift_stage2.bench.faults.server import TestedServer, lasting_port
 from swift_stage2.bench.faults.switches import Switches
-from swift_stage2.bench.faults.training_job import NUM_RANKS, TrainingJob
+from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.demo.output_directory import claim_directory
@@ -117,6 +117,31 @@ class FaultBench:
         _say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
         return result
 
+    def ready_server(self) -> TestedServer:
+        """The server, answering."""
+        server = self._new_server() if self._server is None else self._server
+        server.switches.clear_all()
+        if not server.is_alive:
+            server.start(STAGE1)
+        server.wait_until_it_answers()
+        return server
+
+    def start_job(
+        self, name: str, directory: Path, rows: Path, group_port: int, settings: JobSettings
+    ) -> TrainingJob:
+        """A learner on that server. Its caller ends it."""
+        server = self.ready_server()
+        return TrainingJob(
+            f"{self._kind}-learner-{name}",
+            self._job,
+            self._moment,
+            directory,
+            rows,
+            (server.port, group_port),
+            server.switches,
+            settings,
+        )
+
     def end(self) -> int:
         """Ends the server; returns how much it left behind."""
         if self._server is None:
@@ -159,11 +184,7 @@ class FaultBench:
         )
 
     def _ready_server(self, row: Row) -> TestedServer:
-        if self._server is None:
-            port = lasting_port()
-            switches = Switches(self._directory / "switches")
-            self._server = TestedServer(self._kind, self._job, self._moment, port, switches)
-        server = self._server
+        server = self._new_server() if self._server is None else self._server
         server.switches.clear_all()
         if row.foreign and server.is_alive:
             server.kill()
@@ -171,6 +192,11 @@ class FaultBench:
             server.start(row_data.write_foreign_model(self._directory) if row.foreign else STAGE1)
         server.wait_until_it_answers()
         return server
+
+    def _new_server(self) -> TestedServer:
+        switches = Switches(self._directory / "switches")
+        self._server = TestedServer(self._kind, self._job, self._moment, lasting_port(), switches)
+        return self._server
 
     def _rows_of(self, row: Row) -> Path:
         if self._rows is None:

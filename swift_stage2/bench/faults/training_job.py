@@ -6,12 +6,15 @@ agree, with a checkpoint. Called by the rows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,6 +47,17 @@ class JobSettings:
 
     request_timeout_s: float = 60.0
     max_inflight_per_server: int = 16
+    swift: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments for ms-swift."""
+
+
+class Victim(StrEnum):
+    """Who of a job is killed."""
+
+    RANK_0 = "rank 0"
+    RANK_1 = "rank 1"
+    BOTH = "both ranks"
+    JOB = "ranks and torchrun"
 
 
 class TrainingJob:
@@ -136,12 +150,30 @@ class TrainingJob:
         goal = self.num_steps + count
         self.wait_for(lambda: self.num_steps >= goal, f"{count} more steps", timeout_s)
 
+    def wait_s(self, seconds: float) -> None:
+        """Lets the job run on, or be over, for a while."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.step()
+
+    def kill(self, victim: Victim, deadline_s: float) -> float | None:
+        """SIGKILL; returns after how many seconds nothing of the job was left, None if that took too long."""
+        started = time.monotonic()
+        # Before torchrun has started it, there is no rank to kill.
+        for process in self._processes_of(victim) or self._processes_of(Victim.JOB):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        while self._tree.poll() is None:
+            self.step()
+            if time.monotonic() >= started + deadline_s:
+                return None
+        self.step()
+        return time.monotonic() - started
+
     def stop(self) -> int:
         """SIGTERM to one rank, as a scheduler would; returns the exit status of the whole job."""
-        for process in leftovers.tree_of(self._tree.pid)[1:]:
-            if _is_rank(process, self._config_path):
-                process.send_signal(signal.SIGTERM)
-                break
+        for process in self._processes_of(Victim.RANK_0):
+            process.send_signal(signal.SIGTERM)
         end = time.monotonic() + _STOP_DEADLINE_S
         while (status := self._tree.poll()) is None:
             self.step()
@@ -160,6 +192,22 @@ class TrainingJob:
             end = time.monotonic() + _STOP_DEADLINE_S
             while self._tree.poll() is None and time.monotonic() < end:
                 self._moment()
+
+    def _processes_of(self, victim: Victim) -> list[psutil.Process]:
+        below = leftovers.tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
+        ranks = sorted(
+            (process for process in below if _is_rank(process, self._config_path)),
+            key=lambda p: p.create_time(),
+        )
+        match victim:
+            case Victim.RANK_0:
+                return ranks[:1]
+            case Victim.RANK_1:
+                return ranks[1:2]
+            case Victim.BOTH:
+                return ranks
+            case Victim.JOB:
+                return below
 
     def what_is_left(self) -> leftovers.Leftovers:
         """Of a job that has ended: what it left behind."""
@@ -191,6 +239,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         "lr_scheduler_type": "constant",
         "warmup_ratio": 0.0,
         "report_to": ["none"],
+        **settings.swift,
     }
     job = DemoJob(
         directory=directory,
