@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,9 @@ def _end_by_sigterm(server: ServerProcess) -> None:
     """In the middle of a rollout: its caller gets what there is."""
     traces = Traces(server)
     with ThreadPoolExecutor(1) as pool:
-        running = _in_the_making(pool, server, [text_request(), image_request()])
-        server.process.send_signal(signal.SIGTERM)
-        reply = running.result(CALL_S)
+        with _in_the_making(pool, server, [text_request(), image_request()]) as running:
+            server.process.send_signal(signal.SIGTERM)
+            reply = running.result(CALL_S)
     assert reply.status_code == 200, reply.text
     reasons = [record["response"]["choices"][0]["finish_reason"] for record in json.loads(reply.text)]
     assert reasons == ["abort", "abort"]
@@ -167,8 +168,8 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
 ) -> None:
     traces = Traces(ours)
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=ours.base_url, trust_env=False) as http:
-        running = _in_the_making(pool, ours, [text_request(), image_request()])
-        ours.named(victim).kill()
+        with _in_the_making(pool, ours, [text_request(), image_request()]) as running:
+            ours.named(victim).kill()
         seen: set[int] = set()
         end = time.monotonic() + GONE_S
         while ours.process.poll() is None:
@@ -189,8 +190,8 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
 def test_when_the_server_is_killed_nothing_outlives_it(ours: ServerProcess) -> None:
     traces = Traces(ours)
     with ThreadPoolExecutor(1) as pool:
-        running = _in_the_making(pool, ours, [text_request()])
-        ours.process.kill()
+        with _in_the_making(pool, ours, [text_request()]) as running:
+            ours.process.kill()
         with pytest.raises(httpx.TransportError):
             running.result(CALL_S)
     ours.process.wait(GONE_S)
@@ -225,10 +226,11 @@ def test_arguments_that_ms_swift_refuses_are_one_line_and_status_2(tmp_path: Pat
         server.end()
 
 
+@contextmanager
 def _in_the_making(
     pool: ThreadPoolExecutor, server: ServerProcess, requests: Sequence[dict[str, Any]]
-) -> Future[httpx.Response]:
-    """All of a call's requests at once: the worker is held until the last of them has reached it.
+) -> Iterator[Future[httpx.Response]]:
+    """All of a call's requests, running and unable to end inside the block: the worker is held.
 
     Before that it answers once, since the first call of all needs it also to be admitted.
     """
@@ -238,9 +240,10 @@ def _in_the_making(
     try:
         running = pool.submit(ask, server, requests, ENDLESS)
         _wait_until_running(server, len(requests))
+        yield running
     finally:
-        worker.resume()
-    return running
+        with suppress(psutil.NoSuchProcess):
+            worker.resume()
 
 
 def _wait_until_running(server: ServerProcess, num_requests: int) -> None:
