@@ -163,6 +163,16 @@ def join_control_group(timeout_s: float) -> ControlGroup:
     return SingleRank()
 
 
+def leave_job() -> None:
+    """Ends torch's own groups, at the end of a run that went well.
+
+    Left to the interpreter's end, gloo's threads may find it gone and abort a rank that has trained to its end.
+    After a failure it must not be called: other ranks may be in a collective, and this would wait for them.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
     """What ``work`` returns here, once it has succeeded on every rank; so it is a barrier as well.
 

@@ -31,6 +31,7 @@ from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
+from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.dataset_check import check_datasets  # noqa: E402
@@ -270,6 +271,7 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
         if hang is None:
             raise
         return EXIT_HANG
+    leave_job()
     return 0
 
 

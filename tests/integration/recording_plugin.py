@@ -3,6 +3,7 @@
 One JSON line per micro-batch of each rank into ``RECORD_DIR``; faults are injected through ``INJECT``.
 """
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -31,6 +32,7 @@ class RecordingTrainer(Stage2Trainer):
         self._record = (directory / f"rank{self.args.process_index}.jsonl").open("a", encoding="utf-8")
         self.add_callback(_AtTheEnd(self))
         self.latest_b = -1  # step of channel B
+        atexit.register(lambda: self.write(left_the_job=not torch.distributed.is_initialized()))
 
     def write(self, **fields):
         self._record.write(json.dumps(fields) + "\n")

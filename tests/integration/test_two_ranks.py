@@ -52,6 +52,11 @@ def test_channel_b_runs_on_most_wanted_steps(long_run: LearnerRun) -> None:
     assert len(run) >= 0.8 * len(wanted), [record["skip_reason"] for record in wanted]
 
 
+def test_ranks_leave_torchs_groups_before_the_interpreter_ends(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        assert long_run.recorded(rank)[-1] == {"left_the_job": True}
+
+
 def test_every_logged_loss_is_in_the_audit_of_every_rank(long_run: LearnerRun) -> None:
     losses = [(record["step"], record["loss"]) for record in long_run.audit(0, "loss")]
     assert losses == [(record["step"], record["loss"]) for record in long_run.audit(1, "loss")]

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from swift_stage2.collectives import leave_job
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.weight_checksum import checksum_tensor
 from swift_stage2.weight_export import WeightExport
@@ -92,6 +93,7 @@ def main() -> None:
         result["error"] = str(error)
     deepspeed.comm.barrier()  # no rank is left inside a gather
     print(json.dumps(result), flush=True)
+    leave_job()
 
 
 if __name__ == "__main__":
