@@ -24,6 +24,10 @@ BENCHES = {
         "swift_stage2.bench.merge",
         "requests/s at several client ranks: stock, stock merged, ours (vLLM)",
     ),
+    "outage": (
+        "swift_stage2.bench.faults.outage",
+        "the only server away for 200 steps: channel A's steps before, during and after",
+    ),
     "overhead": ("swift_stage2.bench.overhead", "b_ratio 0 against plain swift sft: step times"),
     "pending": (
         "swift_stage2.bench.pending",

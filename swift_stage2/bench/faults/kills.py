@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = _Run(bench, directory, random.Random(options.seed))
         for number in range(options.points):
             kills.append(run.kill(number))
-            print(f"[bench] {_line(kills[-1])}", flush=True)
+            print(f"[bench] {line_of(kills[-1])}", flush=True)
         last = run.finish()
         left = bench.end()
     facts = {
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = _markdown(kills, last)
     (directory / "kills.md").write_text(table, encoding="utf-8")
     print(table)
-    is_sound = last.is_balanced and not left and not any(_is_bad(kill) for kill in kills)
+    is_sound = last.is_balanced and not left and not any(is_bad(kill) for kill in kills)
     print(f"[bench] took {facts['seconds']:.0f} s; {left} things left; {directory / 'kills.json'}")
     return 0 if is_sound else _FAILED
 
@@ -177,15 +177,16 @@ def _broken(account: RunAccount) -> tuple[str, ...]:
     return tuple(broken.rule for part in parts for broken in part)
 
 
-def _is_bad(kill: Kill) -> bool:
+def is_bad(kill: Kill) -> bool:
     return kill.seconds_to_end is None or bool(kill.broken_rules) or bool(kill.records_lost)
 
 
-def _line(kill: Kill) -> str:
+def line_of(kill: Kill) -> str:
     came_from = kill.resumed_from or "the start"
     end = "hung" if kill.seconds_to_end is None else f"gone after {kill.seconds_to_end:.1f} s"
-    rules = "; ".join(kill.broken_rules) or "balanced"
-    return f"kill {kill.number}: {kill.victim}, {kill.num_steps} steps after {came_from}, {end}; {rules}"
+    lost = (f"{kill.records_lost} records lost",) if kill.records_lost else ()
+    found = "; ".join((*kill.broken_rules, *lost)) or "balanced"
+    return f"kill {kill.number}: {kill.victim}, {kill.num_steps} steps after {came_from}, {end}; {found}"
 
 
 def _markdown(kills: Sequence[Kill], last: RunAccount) -> str:

@@ -47,6 +47,7 @@ class JobSettings:
 
     request_timeout_s: float = 60.0
     max_inflight_per_server: int = 16
+    b_ratio: float = 0.5
     swift: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for ms-swift."""
 
@@ -245,7 +246,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         directory=directory,
         rows=rows,
         num_steps=_STEPS_THAT_NO_ROW_REACHES,
-        b_ratio=0.5,
+        b_ratio=settings.b_ratio,
         num_ranks=NUM_RANKS,
         plugins=(_PLUGIN,),
         swift=swift,

@@ -1,0 +1,200 @@
+"""``swift-stage2 bench outage``: the only server is away for 200 steps; what do channel A's steps cost meanwhile?
+
+Learner and server run on disjoint cores where there are two, as they run on disjoint devices in earnest: else the
+steps would get faster while nobody generates beside them. Each cycle is: steps with the server, kill -9, steps without
+it, a new server, a proven round, steps with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from swift_stage2.bench.faults import row_data
+from swift_stage2.bench.faults.accounting import count_samples, gaps
+from swift_stage2.bench.faults.outage_phases import OutageReport, Phase, Ratio, compare_phases
+from swift_stage2.bench.faults.run import FaultBench
+from swift_stage2.bench.faults.scene import Scene
+from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob
+from swift_stage2.bench.servers import ServerKind, server_arguments
+from swift_stage2.demo.demo_config import STAGE1, free_ports
+from swift_stage2.demo.output_directory import claim_directory
+from swift_stage2.errors import UserError
+from swift_stage2.telemetry.ledger_account import RunAccount
+
+_FAILED = 1
+_B_RATIO = 0.25
+_SETTLING_STEPS = 10  # after the start, a kill or a proof, before steps are compared
+_SLOWEST_STEP_S = 10.0
+_LONGEST_WAIT_S = 1.0
+_NUM_PHASES = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cycles, prints the table and writes ``outage.md`` and ``.json``.
+
+    Returns 0 when the account balances, nothing is left, no step of an outage waited a second longer than before it,
+    and channel B ran again after every outage. How much slower a step was is printed and left to who reads it.
+
+    Raises:
+        UserError: an option is out of range, a package is missing, or the output directory cannot be used.
+        ChildFailed: the run did not go on, or B did not come back.
+        KeyboardInterrupt: a signal asked for the end.
+    """
+    options = _parse(argv)
+    server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
+    directory = claim_directory(options.output, keep=options.keep)
+    started = time.monotonic()
+    learner_cores, server_cores = _split_cores()
+    with FaultBench(options.server, directory) as bench, _on(server_cores):
+        reports, account, exit_status = _run(bench, directory, learner_cores, options)
+        left = bench.end()
+    samples = count_samples(account)
+    facts = {
+        "server": str(options.server),
+        "steps": options.steps,
+        "b_ratio": _B_RATIO,
+        "learner_cores": sorted(learner_cores),
+        "server_cores": sorted(server_cores),
+        "seconds": time.monotonic() - started,
+        "exit_status": exit_status,
+        "left_at_the_end": left,
+        "samples": asdict(samples),
+        "outages": [asdict(report) for report in reports],
+    }
+    (directory / "outage.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    table = markdown(reports)
+    (directory / "outage.md").write_text(table, encoding="utf-8")
+    print(table)
+    print(
+        f"[bench] {samples.drawn} drawn = {samples.trained} trained + {samples.quarantined} quarantined + "
+        f"{samples.in_hand} in hand; {len(samples.broken_rules)} rules broken; {left} things left; "
+        f"took {facts['seconds']:.0f} s; {directory / 'outage.json'}"
+    )
+    is_sound = account.is_balanced and not left and exit_status == 0 and not any(map(is_bad, reports))
+    return 0 if is_sound else _FAILED
+
+
+def _run(
+    bench: FaultBench, directory: Path, learner_cores: set[int], options: argparse.Namespace
+) -> tuple[list[OutageReport], RunAccount, int]:
+    rows = row_data.write_rows(directory)
+    server = bench.ready_server()
+    (group_port,) = free_ports(1)
+    with ExitStack() as stack:
+        with _on(learner_cores):
+            job = bench.start_job(
+                "outage", directory / "job", rows, group_port, JobSettings(b_ratio=_B_RATIO)
+            )
+        stack.callback(job.end)
+        Scene(server, job, server.switches, None).warm_up()
+        phases = [_train(job, options.steps)]
+        for cycle in range(options.cycles):
+            scene = Scene(server, job, server.switches, None)
+            scene.mark_fault()
+            scene.kill_server()
+            scene.wait_until_noticed()
+            phases.append(_train(job, options.steps))
+            scene.start_server()
+            scene.mark_healed()
+            scene.wait_until_healed()
+            phases.append(_train(job, options.steps))
+            print(f"[bench] outage {cycle} of {options.cycles} is over", flush=True)
+        status = job.stop()
+    every = gaps(job.of_kind("step"))
+    reports = [compare_phases(every, *phases[2 * n : 2 * n + _NUM_PHASES]) for n in range(options.cycles)]
+    return reports, job.account(), status
+
+
+def _train(job: TrainingJob, num_a_steps: int) -> Phase:
+    """Some steps to settle, then as many of channel A as asked for."""
+    job.wait_for_steps(_SETTLING_STEPS)
+    start, first = time.time(), job.num_steps
+
+    def num_run() -> int:
+        return sum(step["channel"] == "A" for step in job.of_kind("step")[first:])
+
+    job.wait_for(
+        lambda: num_run() >= num_a_steps, f"{num_a_steps} steps of channel A", num_a_steps * _SLOWEST_STEP_S
+    )
+    return Phase(start, time.time())
+
+
+def is_bad(report: OutageReport) -> bool:
+    """Whether somebody waited for the dead server, or channel B did not come back."""
+    return report.longest_wait_s > _LONGEST_WAIT_S or report.b_steps[-1] == 0
+
+
+def markdown(reports: Sequence[OutageReport]) -> str:
+    """The table: one line per outage, and their medians."""
+    lines = [
+        "| outage | A-steps before, during, after | median before, s | during / before | after / before | "
+        "during / both | longest wait, s | B steps before, during, after |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for number, report in enumerate(reports):
+        lines.append(
+            f"| {number} | {report.num_before}, {report.num_during}, {report.num_after} | "
+            f"{report.median_before_s:.4f} | {_words(report.during)} | {_words(report.after)} | "
+            f"{_words(report.during_to_both)} | {report.longest_wait_s:.3f} | "
+            f"{', '.join(map(str, report.b_steps))} |"
+        )
+    medians = [
+        statistics.median(ratio.value for ratio in ratios)
+        for ratios in zip(*((r.during, r.after, r.during_to_both) for r in reports), strict=True)
+    ]
+    lines.append(f"| median | | | {medians[0]:.3f} | {medians[1]:.3f} | {medians[2]:.3f} | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(ratio: Ratio) -> str:
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _split_cores() -> tuple[set[int], set[int]]:
+    """The learner's and everybody else's; the same where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
+
+
+@contextmanager
+def _on(cores: set[int]) -> Iterator[None]:
+    """Processes started inside run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="swift-stage2 bench outage",
+        description="Take the only server away for many steps and compare channel A's steps.",
+    )
+    parser.add_argument(
+        "--server", type=ServerKind, choices=list(ServerKind), default=ServerKind.TRANSFORMERS
+    )
+    parser.add_argument("--steps", type=int, default=200, help="channel-A steps per phase (default 200)")
+    parser.add_argument("--cycles", type=int, default=3, help="outages (default 3)")
+    parser.add_argument("--output", "--out", type=Path, default=Path("runs/bench-outage"), metavar="DIR")
+    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
+    options = parser.parse_args(argv)
+    for name, least in (("steps", 10), ("cycles", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
