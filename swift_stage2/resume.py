@@ -59,12 +59,14 @@ def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict
     Raises:
         ConfigError: the file is missing or unreadable, or belongs to another step or world size.
     """
+    _refuse_ranks_without_files(directory, rank, world_size)
     content = _read(directory, rank)
     for name, now in (("step", step), ("world_size", world_size), ("rank", rank)):
         if content.get(name) != now:
             raise ConfigError(
                 f"a checkpoint resumes with its own {name}, got {name}={now}, {_path(directory, rank)} has "
-                f"{name}={content.get(name)}; start as many ranks as before, from an unmixed checkpoint"
+                f"{name}={content.get(name)}; start as many ranks as before, from an unmixed checkpoint: every "
+                "rank goes on in its own share of the data"
             )
     state: dict[str, Any] = content["state"]
     return state
@@ -73,6 +75,19 @@ def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict
 def read_a_batches(directory: str, rank: int) -> int:
     """Batches of the epoch's dataloader that channel A had trained when the checkpoint was written."""
     return int(_read(directory, rank)["a_batches_in_epoch"])
+
+
+def _refuse_ranks_without_files(directory: str, rank: int, world_size: int) -> None:
+    """A rank that did not exist when the checkpoint was written has no file: the others' tell how many there were."""
+    others = sorted(Path(directory).glob("stage2_rank*.json"))
+    if not others or _path(directory, rank).exists():
+        return
+    before = _read(directory, int(others[0].stem.removeprefix("stage2_rank"))).get("world_size")
+    if before != world_size:
+        raise ConfigError(
+            f"a checkpoint resumes with its own world_size, got world_size={world_size}, {others[0]} has "
+            f"world_size={before}; start as many ranks as before: every rank goes on in its own share of the data"
+        )
 
 
 def _read(directory: str, rank: int) -> dict[str, Any]:

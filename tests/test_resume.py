@@ -63,6 +63,17 @@ def test_a_checkpoint_of_another_step_or_world_is_refused(
         resume.read_state(str(tmp_path), **{"rank": 0, "world_size": 2, "step": 40, **asked})
 
 
+def test_a_rank_that_did_not_exist_before_is_told_how_many_there_were(tmp_path: Path) -> None:
+    _write(tmp_path)
+    _write(tmp_path, rank=1)
+    message = (
+        r"its own world_size, got world_size=4, .*stage2_rank0\.json has world_size=2; start as many ranks"
+    )
+    for rank in (2, 3):
+        with pytest.raises(ConfigError, match=message):
+            resume.read_state(str(tmp_path), rank=rank, world_size=4, step=40)
+
+
 def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
     _write(tmp_path)
     (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")

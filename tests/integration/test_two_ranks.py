@@ -200,7 +200,10 @@ def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trai
     assert before.is_balanced
     again = swift | {"resume_from_checkpoint": str(latest)}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again)
-    resumed = run_learner(config, directory, ranks=2)
+    refused = run_learner(config, directory, ranks=1)
+    assert refused.status != 0
+    assert "a checkpoint resumes with its own world_size, got world_size=1" in refused.output
+    resumed = run_learner(config, directory, ranks=2)  # what was refused has spoilt nothing
     assert resumed.status == 0, resumed.output[-3000:]
     assert main(["report", str(directory)]) == 0
     account = account_of(read_ledgers([directory]))
