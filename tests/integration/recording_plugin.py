@@ -90,6 +90,8 @@ def _inject(trainer, step):
     if name in signal.Signals.__members__ and (not block or trainer.latest_b >= step - step % int(block)):
         os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.Signals[name])
+    if fault == "raise" and step == int(at):
+        raise ValueError(f"what only rank {rank} meets")
     if fault == "nan" and step == int(at):
         with torch.no_grad():
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")

@@ -235,3 +235,16 @@ def test_weights_that_cannot_be_exported_end_all_ranks_with_the_same_cause(
     run = run_learner(config, directory, ranks=2, inject="0:3:nan")
     assert run.status != 0
     assert run.output.count("weights must be finite to be pushed") >= 2
+
+
+def test_an_error_that_one_rank_meets_in_its_step_ends_the_other_and_loses_no_sample(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    directory = tmp_path / "raises"
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 400})
+    run = run_learner(config, directory, ranks=2, inject="1:8:raise")
+    assert run.status == 1
+    assert "ValueError: what only rank 1 meets" in run.output
+    steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
+    assert steps == [8, 8]  # rank 0 did not get past the decision that rank 1 never came to
+    assert account_of(read_ledgers([directory])).is_balanced
