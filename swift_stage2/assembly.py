@@ -36,6 +36,7 @@ from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner, StepDecision
 from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
 from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.progress_watch import ProgressWatch
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
@@ -161,6 +162,8 @@ class Stage2Run:
             self._channel_b.source.load_state_dict(state["learner"]["source"])
             while self._channel_b.clock.current < state["learner"]["version"]:
                 self._channel_b.clock.advance()
+            if self._channel_b.evaluation is not None:
+                self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
 
     def together(self, work: Callable[[], ResultT]) -> ResultT:
         """What ``work`` returns, once it has succeeded on every rank; raises on all when it fails on one."""
@@ -191,11 +194,12 @@ def start_run(
     packs_per_step: int,
     logging_steps: int,
     wrap_transport: WrapTransport = lambda transport: transport,
+    validation_rows: Rows | None = None,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
     ``half_precision``: the model computes in 16 bits. ``wrap_transport`` gets every transport that a sync round is
-    about to use.
+    about to use. ``validation_rows`` are what ``stage2_ab.evaluation`` asks.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -229,6 +233,8 @@ def start_run(
                 make_canary,
                 packs_per_step,
                 wrap_transport,
+                validation_rows,
+                total_steps,
             )
             channel_b = together(control, build)
         on_failure.pop_all()
@@ -348,6 +354,8 @@ def _build_channel_b(
     make_canary: MakeCanary,
     packs_per_step: int,
     wrap_transport: WrapTransport,
+    validation_rows: Rows | None,
+    total_steps: int,
 ) -> ChannelB:
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
     rollout = config.rollout
@@ -378,6 +386,17 @@ def _build_channel_b(
         is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
         events=telemetry.ledger,
     )
+    evaluation = make_evaluation(
+        config,
+        validation_rows,
+        client=client,
+        encoder=parts.encoder,
+        task=parts.task,
+        control=control,
+        events=telemetry.evaluation,
+        record=telemetry.record_evaluation,
+        last_step=total_steps - 1,
+    )
     pipelines: list[Pipeline] = []
 
     def return_dropped(pack: Pack, reason: DropReason) -> None:
@@ -399,6 +418,7 @@ def _build_channel_b(
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
         version_window=prefetch.version_window,
+        evaluation=evaluation.part if evaluation is not None else None,
     )
     pipelines.append(pipeline)
     sync = WeightSync(
@@ -448,6 +468,7 @@ def _build_channel_b(
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
+        evaluation=evaluation,
     )
 
 

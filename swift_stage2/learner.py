@@ -22,6 +22,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.fence import InferFence
 from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
@@ -97,6 +98,7 @@ class ChannelB:
     max_inflight_per_server: int
     min_ready_tokens: int
     continue_on_failure: bool
+    evaluation: PinnedEvaluation | None = None
 
 
 class Learner:
@@ -172,7 +174,8 @@ class Learner:
         if self._b is None:
             return {}
         source = self._b.source.checkpoint(step=step, save_id=save_id)
-        return {"version": self._b.clock.current, "source": source}
+        unfinished = self._b.evaluation.unfinished if self._b.evaluation is not None else None
+        return {"version": self._b.clock.current, "source": source, "unfinished_evaluation": unfinished}
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
@@ -191,6 +194,8 @@ class Learner:
         b.sync.close()
 
     def _run_round_if_due(self, b: ChannelB, step: int) -> None:
+        if b.evaluation is not None and b.rounds.falls_due(step) and b.evaluation.holds_round(step):
+            return
         if not b.rounds.is_due(step):
             return
         if self._pending_since is None:
@@ -260,6 +265,7 @@ class Learner:
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
+                evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
                 production_steps=pace.typical_steps if pace else 0.0,
                 quick_production_steps=pace.quick_steps if pace else None,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
@@ -297,6 +303,14 @@ class Learner:
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
         self._take_in_suspects(b, step, outcome.servers_suspect, outcome.servers_answer_again)
+        if b.evaluation is not None:
+            b.evaluation.observe(
+                step,
+                outcome,
+                version=b.clock.current,
+                has_server=bool(b.rounds.proven),
+                pending=b.rounds.pending,
+            )
         b.pipeline.observe(
             StepView(
                 step=step,

@@ -65,6 +65,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.stage2_config = _config_from_environment()
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
+        if self.stage2_config.stage2_ab.evaluation.every_steps:
+            self.stage2_config.check_validation_set(len(self.eval_dataset or ()))
         self.stage2: Stage2Run | None = None
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
@@ -180,6 +182,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
             wrap_transport=self.wrap_transport,
+            validation_rows=_rows_of(self.eval_dataset),
         )
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()

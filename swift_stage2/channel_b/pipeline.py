@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
@@ -111,6 +112,7 @@ class Pipeline:
         redraw_dropped: bool,
         max_attempts: int,
         version_window: int,
+        evaluation: RankEvaluation | None = None,
     ) -> None:
         self._source = source
         self._client = client
@@ -126,6 +128,7 @@ class Pipeline:
         self._redraw_dropped = redraw_dropped
         self._max_attempts = max_attempts
         self._version_window = version_window
+        self._evaluation = evaluation
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._view: StepView | None = None
@@ -185,13 +188,22 @@ class Pipeline:
 
     def _work_once(self) -> bool:
         view = self._view
-        if view is None or (view.paused and self._last_version_asked == self._clock.current):
+        if view is None or view.max_prompts == 0:
             return False
-        decision = self._pacer.decide(self._state(view))
-        if decision.num_packs == 0 or view.max_prompts == 0:
-            return False
-        wanted = math.ceil(decision.num_packs * self._segments_per_pack) - len(self._segments)
-        return self._produce(max(1, min(wanted, view.max_prompts)))
+        if num_samples := self._num_samples_wanted(view):
+            return self._produce(num_samples)
+        # Training comes first: an evaluation has what production leaves, one batch at a time.
+        self._go_on_to("asks servers for an evaluation")
+        return self._evaluation is not None and self._evaluation.ask(view.max_prompts)
+
+    def _num_samples_wanted(self, view: StepView) -> int:
+        if view.paused and self._last_version_asked == self._clock.current:
+            return 0
+        num_packs = self._pacer.decide(self._state(view)).num_packs
+        if num_packs == 0:
+            return 0
+        wanted = math.ceil(num_packs * self._segments_per_pack) - len(self._segments)
+        return max(1, min(wanted, view.max_prompts))
 
     def _state(self, view: StepView) -> PacingState:
         elapsed_s = time.monotonic() - view.started_s

@@ -32,6 +32,7 @@ from swift_stage2.config.root import Stage2Config, TelemetryConfig, load_config
 from swift_stage2.config.stage2_ab import (
     ChannelBConfig,
     Dialect,
+    EvaluationConfig,
     MatchingConfig,
     OnPipelineFailure,
     PackingConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "ChannelBConfig",
     "DecodingConfig",
     "Dialect",
+    "EvaluationConfig",
     "Inequality",
     "LaunchConfig",
     "LearnerProcess",

@@ -84,6 +84,7 @@ class Stage2Config:
             )
         if self.b_enabled:
             refuse_unsupported(self.swift)
+        self._check_evaluation()
         if self.gradient_accumulation_steps is not None:
             self.check_accumulation(self.gradient_accumulation_steps)
 
@@ -147,6 +148,20 @@ class Stage2Config:
             return
         for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
             inequality.require()
+
+    def check_validation_set(self, num_rows: int) -> None:
+        """Refuses evaluations without rows; the trainer calls it with what ms-swift made of its arguments.
+
+        Raises:
+            ConfigError: ``stage2_ab.evaluation`` is on and there are none.
+        """
+        every_steps = self.stage2_ab.evaluation.every_steps
+        if every_steps and not num_rows:
+            raise ConfigError(
+                "stage2_ab.evaluation needs ms-swift's validation set, got none and "
+                f"every_steps={every_steps}; write swift.val_dataset, or swift.split_dataset_ratio above 0 (which "
+                "ms-swift drops where eval_strategy is 'no'), or every_steps: 0"
+            )
 
     def swift_arguments(self) -> list[str]:
         """The section ``swift`` as argv for ms-swift's parser."""
@@ -252,6 +267,19 @@ class Stage2Config:
                 "rollout.servers must name at least one server when b_ratio is above 0, got none and "
                 f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
                 "write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0"
+            )
+
+    def _check_evaluation(self) -> None:
+        every_steps = self.stage2_ab.evaluation.every_steps
+        if every_steps and not self.b_enabled:
+            raise ConfigError(
+                "stage2_ab.evaluation asks the rollout servers of channel B, got b_ratio=0 and "
+                f"every_steps={every_steps}; write every_steps: 0, or a b_ratio above 0"
+            )
+        # Without a data set here the arguments come from ms-swift's own command line, and only the trainer knows.
+        if self.swift.get("dataset"):
+            self.check_validation_set(
+                int(bool(self.swift.get("val_dataset") or self.swift.get("split_dataset_ratio")))
             )
 
     def _check_launch(self) -> None:

@@ -200,7 +200,23 @@ class ChannelBConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    every_steps: int = 0
+    """Optimizer steps from one evaluation on the rollout servers to the next; 0 turns them off."""
+    num_samples: int = 64
+    """Rows of ms-swift's validation set that are asked each time, the same ones: its first."""
+    max_round_delay_steps: int = 4
+    """For how many optimizer steps an evaluation may hold a sync round back before it is cut short."""
+
+    def __post_init__(self) -> None:
+        rules.at_least("every_steps", self.every_steps, 0)
+        rules.at_least("num_samples", self.num_samples, 1)
+        rules.at_least("max_round_delay_steps", self.max_round_delay_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2AbConfig:
     schedule: ScheduleConfig
     starvation: StarvationConfig = field(default_factory=StarvationConfig)
     channel_b: ChannelBConfig = field(default_factory=ChannelBConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -59,8 +59,18 @@ class RoundSchedule:
     def is_due(self, step: int) -> bool:
         """Whether a round should run at the start of ``step``; once due it stays pending until it ended."""
         if not self.pending:
-            self.pending = self._falls_due(step)
+            self.pending = self.falls_due(step)
         return self.pending
+
+    def falls_due(self, step: int) -> bool:
+        """Whether ``is_due`` would say so at ``step``; nothing becomes pending by it."""
+        if any(self._may_retry(server, step) for server in self.suspects):
+            return True
+        if ServerState.UNPROVEN in self._states:
+            return True
+        if not self.proven or self.last_commit_step is None:
+            return False
+        return step - self.last_commit_step >= self._sync_every_steps
 
     def targets(self, step: int) -> tuple[int, ...]:
         """Servers that a round at ``step`` includes: never one that is dead, so that none delays the rest."""
@@ -82,15 +92,6 @@ class RoundSchedule:
         self.pending = False
         if proven:
             self.last_commit_step = step
-
-    def _falls_due(self, step: int) -> bool:
-        if any(self._may_retry(server, step) for server in self.suspects):
-            return True
-        if ServerState.UNPROVEN in self._states:
-            return True
-        if not self.proven or self.last_commit_step is None:
-            return False
-        return step - self.last_commit_step >= self._sync_every_steps
 
     def _may_retry(self, server: int, step: int) -> bool:
         return self._answers_again[server] and step >= self._retry_step[server]

@@ -3,6 +3,7 @@
     facade             Telemetry, which the learner's side holds; the only name it needs
     step_recorder      the learner's steps and rounds
     pipeline_recorder  channel B's events
+    evaluation_recorder  evaluations
     scalars, merging   from one rank's numbers to all ranks' tags
     counters, metrics  the numbers, and the one table that declares them
     activity, spans    where the time goes

@@ -9,7 +9,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.metrics import PARSE_DROP_REASONS, PREFIX, STAGES
+from swift_stage2.telemetry.metrics import EVALUATION_TAGS, PARSE_DROP_REASONS, PREFIX, STAGES
 
 Charts = dict[str, Sequence[str]]
 
@@ -45,6 +45,12 @@ LAYOUT: dict[str, Charts] = {
         "gated pairs": ("match/gated",),
         "parsed objects": ("parse/objects",),
         "truncated": ("parse/truncated_ratio",),
+    },
+    "Evaluation": {
+        "against the validation set": EVALUATION_TAGS[:4],
+        "truncated": ("eval/truncated_ratio",),
+        "answered": ("eval/num_samples",),
+        "version": ("eval/version",),
     },
     "Packing": {
         "fill": ("packing/fill_ratio",),

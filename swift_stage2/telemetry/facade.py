@@ -19,7 +19,8 @@ from swift_stage2.telemetry import merging, scalars
 from swift_stage2.telemetry.activity import Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
 from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.facts import RoundFacts, StepFacts
+from swift_stage2.telemetry.evaluation_recorder import EvaluationRecorder
+from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
 from swift_stage2.telemetry.ledger import Ledger, ledger_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 class Telemetry:
     """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``record``,
-    ``trace`` and ``pipeline``, which any thread may use."""
+    ``trace``, ``pipeline`` and ``evaluation``, which any thread may use."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Telemetry:
             AuditLog(record_path(run_dir, rank) if record else None, rank, warning=self._storage)
         )
         self.pipeline = PipelineRecorder(self.counters, self.audit, self.ledger, self.record, self.trace)
+        self.evaluation = EvaluationRecorder(self.audit)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
@@ -115,6 +117,12 @@ class Telemetry:
         self._recorder.round(step, outcome, pending_seconds)
         self._tracker.round(step, outcome)
         self._show()
+
+    def record_evaluation(self, facts: EvaluationFacts) -> None:
+        """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
+        values = self.evaluation.ended(facts)
+        if self._board is not None:
+            self._board.write_scalars(facts.run.begun_step, values)
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""

@@ -216,6 +216,45 @@ class RoundFacts(Protocol):
     def reports(self) -> Mapping[int, ServerFacts]: ...
 
 
+class RunningEvaluationFacts(Protocol):
+    """An evaluation as it began."""
+
+    @property
+    def due_step(self) -> int: ...
+
+    @property
+    def begun_step(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+
+class EvaluationCountsFacts(Protocol):
+    """Sums over all samples and ranks; ``ratios`` by name, absent where nothing was counted."""
+
+    @property
+    def num_answered(self) -> int: ...
+
+    @property
+    def ratios(self) -> Mapping[str, float]: ...
+
+
+class EvaluationFacts(Protocol):
+    """What every rank learns of an evaluation that has ended."""
+
+    @property
+    def run(self) -> RunningEvaluationFacts: ...
+
+    @property
+    def ended_step(self) -> int: ...
+
+    @property
+    def end(self) -> str: ...
+
+    @property
+    def counts(self) -> EvaluationCountsFacts: ...
+
+
 class FailureFacts(Protocol):
     """One call that failed; ``num_requests`` is 0 for a probe or an ordered call."""
 

@@ -138,4 +138,10 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 
+# Of a whole evaluation, when it has ended; the audit's record ``evaluation`` holds its counts.
+EVALUATION_TAGS: tuple[str, ...] = tuple(
+    f"eval/{name}"
+    for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
+)
+
 METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -18,11 +18,14 @@ import torch
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
-from swift_stage2.channel_b.rollout_client import BatchOutcome
+from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
+from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.rollout_protocol import may_abort
 from swift_stage2.scheduling.pacing import Pacer
@@ -115,9 +118,15 @@ class StandInClient:
         self.answer: Answer = self.answer_all
         self.calls: list[tuple[SampleKey, ...]] = []
         self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
+        self.evaluated: list[tuple[int, ...]] = []  # rows
 
-    def generate(self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]]) -> BatchOutcome:
+    def generate(
+        self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
+    ) -> BatchOutcome:
         assert len(samples) == len(requests) > 0
+        if terms is not None:
+            self.evaluated.append(tuple(sample.key.index for sample in samples))
+            return replace(self.answer_all(samples), num_posts=1)
         self.calls.append(tuple(sample.key for sample in samples))
         pairs = zip(samples, requests, strict=True)
         self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
@@ -144,6 +153,7 @@ class Bench:
     clock: VersionClock
     pipeline: Pipeline
     events: Recorder
+    evaluation: RankEvaluation
     trained: list[SampleKey] = field(default_factory=list)
 
     def observe(self, **changes: Any) -> None:
@@ -192,6 +202,17 @@ def make_bench(
             rows if data is None else data, rank=0, world_size=1, seed=1, events=events.ledger
         )
         client = StandInClient(clock, server_encoder, events.ledger)
+        evaluation = RankEvaluation(
+            rows,
+            num_samples=5,
+            rank=0,
+            world_size=1,
+            client=client,  # type: ignore[arg-type]
+            encoder=encoder,
+            task=make_task(),
+            decoding=DecodingConfig(),
+            events=Unrecorded(),  # type: ignore[arg-type]
+        )
         pipelines: list[Pipeline] = []
         queue: ReadyQueue[Pack] = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
         settings: dict[str, Any] = {
@@ -217,10 +238,11 @@ def make_bench(
             ),
             events=events,
             version_window=WINDOW,
+            evaluation=evaluation,
             **(settings | changes),
         )
         pipelines.append(pipeline)
-        benches.append(Bench(source, client, queue, clock, pipeline, events))
+        benches.append(Bench(source, client, queue, clock, pipeline, events, evaluation))
         return benches[-1]
 
     yield make
@@ -517,6 +539,61 @@ def test_a_server_with_another_prompt_is_no_reason_to_stop(make_bench: Callable[
     assert bench.pipeline._work_once()
     assert {reason for _, reason, _ in bench.events.quarantines} == {QuarantineReason.SAMPLE}
     assert all("num_server_tokens=3" in message for _, _, message in bench.events.quarantines)
+
+
+# --- evaluation --------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.evaluation.begin(0)
+    bench.observe(max_prompts=2)
+    while not bench.client.evaluated:
+        assert bench.pipeline._work_once()
+    num_calls = len(bench.client.calls)
+    assert bench.queue.statistics().depth >= 2, "asked for although packs were lacking"
+    bench.train(2)
+    bench.observe(step=1, max_prompts=2)
+    assert bench.pipeline._work_once()
+    assert (len(bench.client.calls), bench.client.evaluated) == (num_calls + 1, [(0, 1)]), "training comes first"
+    while bench.pipeline._work_once():
+        assert len(bench.client.evaluated) < 10
+    assert bench.client.evaluated == [(0, 1), (2, 3), (4,)]
+    assert bench.evaluation.is_finished
+    assert bench.evaluation.end().num_answered == 5
+
+
+def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., Bench]) -> None:
+    guard = TruncationGuard(0.0)
+    bench = make_bench(guard=guard)
+    bench.observe()
+    while bench.pipeline._work_once():
+        assert len(bench.client.calls) < 50
+    drawn, segments = bench.source.state_dict(), len(bench.events.segments)
+    batches, pace = bench.events.num_batches, bench.pipeline.production_pace
+    answer = bench.client.rollout
+    bench.client.rollout = lambda sample, **_: replace(answer(sample), truncated=True)  # type: ignore[method-assign]
+    bench.evaluation.begin(0)
+    while bench.pipeline._work_once():
+        assert len(bench.client.evaluated) < 10
+    assert bench.evaluation.end().ratios["truncated_ratio"] == 1.0
+    assert guard.truncated_ratio == 0.0
+    assert (bench.source.state_dict(), len(bench.events.segments)) == (drawn, segments)
+    assert (bench.events.num_batches, bench.pipeline.production_pace) == (batches, pace)
+
+
+def test_an_evaluation_goes_on_while_channel_b_pauses_and_not_without_a_server(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    bench.observe(paused=True, max_prompts=3)
+    assert bench.pipeline._work_once(), "one batch of each version shows whether it is over"
+    bench.evaluation.begin(0)
+    bench.observe(paused=True, max_prompts=0)
+    assert not bench.pipeline._work_once()
+    bench.observe(paused=True, max_prompts=3)
+    assert bench.pipeline._work_once()
+    assert (len(bench.client.calls), bench.client.evaluated) == (1, [(0, 1, 2)])
 
 
 # --- pausing and ending ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.chart_layout import LAYOUT
-from swift_stage2.telemetry.metrics import METRICS, RATIOS
+from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "metrics.md"
 
@@ -28,7 +28,12 @@ def table_tags() -> list[str]:
 
 
 def declared_tags() -> set[str]:
-    return set(table_tags()) | PLAN_TAGS | {f"time/learner_{name}" for name in (*Activity, "wall")}
+    return (
+        set(table_tags())
+        | PLAN_TAGS
+        | set(EVALUATION_TAGS)
+        | {f"time/learner_{name}" for name in (*Activity, "wall")}
+    )
 
 
 def test_the_parser_s_reasons_are_declared() -> None:

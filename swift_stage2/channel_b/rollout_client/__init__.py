@@ -5,6 +5,7 @@
     share        one server's part of a batch, and what became of it
     plan         which requests go into the next POST after an error or a timeout (pure)
     placement    how many samples of a batch each server gets (pure)
+    terms        how a batch is decoded, under which version, and who hears of its POSTs
     seeds        the seed of a POST (pure)
     trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
     connection   one HTTP call with one deadline, and how it ended
@@ -15,5 +16,6 @@ The pipeline calls ``RolloutClient.generate``.
 
 from swift_stage2.channel_b.rollout_client.client import RolloutClient
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
+from swift_stage2.channel_b.rollout_client.terms import Terms
 
-__all__ = ["BatchOutcome", "PostFailure", "RolloutClient"]
+__all__ = ["BatchOutcome", "PostFailure", "RolloutClient", "Terms"]

@@ -20,6 +20,7 @@ from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
 from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
 from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST, SeedLedger
 from swift_stage2.channel_b.rollout_client.share import merge_shares
+from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
@@ -61,7 +62,7 @@ class RolloutClient:
         our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
         fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held. ``is_lost`` says
         of a base URL whether what was proven there for a version is known to have ended: a stock server's answers do
-        not tell who gives them. ``events`` hears of every POST, on the lane's thread.
+        not tell who gives them. ``events`` hears of every POST that brings no terms of its own, on the lane's thread.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
@@ -70,7 +71,6 @@ class RolloutClient:
         self._num_batches = 0
         settings = LaneSettings(
             fence=fence,
-            decoding=decoding,
             seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
             stop=self._stop,
             request_timeout_s=request_timeout_s,
@@ -81,8 +81,8 @@ class RolloutClient:
             canary=canary,
             on_abandoned=on_abandoned,
             is_lost=is_lost,
-            events=events or Unrecorded(),
         )
+        self._terms = Terms(decoding, events or Unrecorded())
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
         self._paces = dict.fromkeys(urls, ServerPace())
@@ -141,8 +141,12 @@ class RolloutClient:
         for url in servers:
             self._lanes[url.rstrip("/")].trust.withdraw()
 
-    def generate(self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]]) -> BatchOutcome:
+    def generate(
+        self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
+    ) -> BatchOutcome:
         """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``.
+
+        Without ``terms`` with the decoding and the events that the client was made with.
 
         Waits for tickets as long as it takes, and apart from that at most 2 × ``request_timeout_s`` once its lanes are
         free; a lane that still settles an abandoned POST is free after at most ``request_timeout_s``.
@@ -163,7 +167,7 @@ class RolloutClient:
                 f"got num_samples={len(samples)} num_servers={len(lanes)}"
             )
         futures = {
-            lane.base_url: lane.submit(samples[part], requests[part])
+            lane.base_url: lane.submit(samples[part], requests[part], terms or self._terms)
             for lane, part in zip(lanes, as_slices(sizes), strict=True)
             if part.stop > part.start
         }

@@ -21,9 +21,8 @@ from swift_stage2.channel_b.rollout_client.outcome import PostFailure
 from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
+from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
-from swift_stage2.channel_b.sample_events import PostEvents
-from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.rollout_protocol import request_config
@@ -39,7 +38,6 @@ class LaneSettings:
     """What all lanes of a client share."""
 
     fence: InferFence
-    decoding: DecodingConfig
     seeds: SeedLedger
     stop: threading.Event
     request_timeout_s: float
@@ -50,7 +48,6 @@ class LaneSettings:
     canary: Request | None
     on_abandoned: Callable[[str], None]
     is_lost: Callable[[str, int], bool]
-    events: PostEvents
 
 
 class ServerLane:
@@ -73,9 +70,9 @@ class ServerLane:
         """Prompts of abandoned POSTs that the server may still be computing."""
         return 0 if self.trust.settle_by is None else self._num_abandoned_prompts
 
-    def submit(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Future[Share]:
+    def submit(self, samples: Sequence[Sample], requests: Sequence[Request], terms: Terms) -> Future[Share]:
         """Starts work on a share; the future raises ``FenceShutDown`` when the fence ends."""
-        future = self._thread.submit(self._work_on, samples, requests)
+        future = self._thread.submit(self._work_on, samples, requests, terms)
         self._latest = future
         return future
 
@@ -98,10 +95,10 @@ class ServerLane:
             self._connection.close()
         return not running
 
-    def _work_on(self, samples: Sequence[Sample], requests: Sequence[Request]) -> Share:
+    def _work_on(self, samples: Sequence[Sample], requests: Sequence[Request], terms: Terms) -> Share:
         budget = TimeBudget(_BUDGET_IN_TIMEOUTS * self._settings.request_timeout_s)
         plan = RequestPlan(len(requests), probe_early=bool(self._known_good))
-        share = Share(samples, requests, plan, budget)
+        share = Share(samples, requests, terms, plan, budget)
         try:
             while (piece := share.plan.next_piece()) is not None and self._may_go_on(budget):
                 self._ask(share, piece)
@@ -127,7 +124,7 @@ class ServerLane:
             return
         with self._ticket(share.budget) as ticket:
             # A round may have come and gone during the wait, and have left this server out.
-            if ticket is None or not self.trust.is_proven:
+            if ticket is None or not self.trust.is_proven or not share.may_be_of(ticket.version):
                 share.plan.end()
                 return
             self._post(share, piece, requests, ticket)
@@ -138,14 +135,14 @@ class ServerLane:
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
         keys = [share.samples[number].key for number in piece.indices]
         if keys:
-            self._settings.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
+            share.terms.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
         started = time.monotonic()
-        result = self._connection.infer(requests, self._config(piece, seed), timeout_s=timeout_s)
+        result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
         post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
         share.num_posts += 1
         result = self._doubt(result, ticket.version)
         if keys:
-            self._settings.events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
+            share.terms.events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
             if all(completion.finish_reason != "abort" for completion in result.completions):
@@ -226,8 +223,8 @@ class ServerLane:
                         continue
             yield ticket
 
-    def _config(self, piece: Piece, seed: int) -> dict[str, Any]:
-        decoding = self._settings.decoding
+    def _config(self, share: Share, piece: Piece, seed: int) -> dict[str, Any]:
+        decoding = share.terms.decoding
         return request_config(
             max_new_tokens=1 if piece.is_probe else decoding.max_new_tokens,
             temperature=decoding.temperature,

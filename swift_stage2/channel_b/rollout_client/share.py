@@ -14,6 +14,7 @@ from typing import Any
 from swift_stage2.channel_b.records import Rollout, Sample, VersionSpan
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import RequestPlan
+from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.rollout_protocol import Completion
 
 Request = Mapping[str, Any]
@@ -56,6 +57,7 @@ class Share:
 
     samples: Sequence[Sample]
     requests: Sequence[Request]
+    terms: Terms
     plan: RequestPlan
     budget: TimeBudget
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -82,6 +84,10 @@ class Share:
             log_probs=completion.log_probs,
             seconds=post.seconds,
         )
+
+    def may_be_of(self, version: int) -> bool:
+        """Whether its terms let it be asked under ``version``."""
+        return self.terms.only_version in (None, version)
 
     @property
     def resolved(self) -> list[Sample]:

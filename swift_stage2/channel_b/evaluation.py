@@ -1,0 +1,218 @@
+"""This rank's part of an evaluation: what is still to ask of the validation rows, what came back, and its counts.
+
+``ask`` belongs to the pipeline's thread, between productions; the learner begins and ends. Every answer that is
+counted is of the version that the evaluation began with. Nothing of it enters the stream that trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
+from swift_stage2.channel_b.sample_events import PostEvents
+from swift_stage2.channel_b.sample_source import Rows, read_sample
+from swift_stage2.channel_b.task import Task
+from swift_stage2.config import DecodingConfig
+from swift_stage2.errors import MatchingError, SampleError
+
+MAX_ASKS = 3
+# No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
+_EPOCH = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationCounts:
+    """What became of the samples, and the matches of those that were answered, added up."""
+
+    num_wanted: int = 0
+    num_answered: int = 0
+    num_failed: int = 0
+    """Given up: unreadable, poisonous, or without an answer after ``MAX_ASKS`` requests."""
+    num_truncated: int = 0
+    num_predictions: int = 0
+    num_ground_truth: int = 0
+    num_pairs: int = 0
+    sum_iou: float = 0.0
+
+    def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
+        """One more sample is answered."""
+        return replace(
+            self,
+            num_answered=self.num_answered + 1,
+            num_truncated=self.num_truncated + quality.num_truncated,
+            num_predictions=self.num_predictions + quality.num_predictions,
+            num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
+            num_pairs=self.num_pairs + quality.num_pairs,
+            sum_iou=self.sum_iou + quality.sum_iou,
+        )
+
+    def encode(self) -> tuple[float, ...]:
+        """A vector that may be added up over ranks."""
+        return tuple(float(count) for count in astuple(self))
+
+    @classmethod
+    def decode(cls, vector: Sequence[float]) -> EvaluationCounts:
+        """Reads what ``encode`` made."""
+        *counts, sum_iou = vector
+        return replace(cls(*map(round, counts)), sum_iou=sum_iou)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """``match/``'s ratios and the truncated share, by name; absent where nothing was counted."""
+        quotients = {
+            "precision": (self.num_pairs, self.num_predictions),
+            "recall": (self.num_pairs, self.num_ground_truth),
+            "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
+            "mean_iou": (self.sum_iou, self.num_pairs),
+            "truncated_ratio": (self.num_truncated, self.num_answered),
+        }
+        return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+
+
+class EvaluationEvents(PostEvents, Protocol):
+    """Where this rank's part reports; implemented by the telemetry side."""
+
+    def given_up(self, index: int, message: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One evaluation on this rank. Samples are numbers in this rank's share."""
+
+    version: int
+    waiting: deque[int]
+    counts: EvaluationCounts
+    num_asks: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.counts.num_answered + self.counts.num_failed == self.counts.num_wanted
+
+
+class RankEvaluation:
+    """The fixed samples of this rank, asked greedily. At most one evaluation runs, from ``begin`` to ``end``."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        num_samples: int,
+        rank: int,
+        world_size: int,
+        client: RolloutClient,
+        encoder: Encoder,
+        task: Task,
+        decoding: DecodingConfig,
+        events: EvaluationEvents,
+    ) -> None:
+        """Of the first ``num_samples`` of ``rows``, rank r's are r, r + ``world_size``, …"""
+        self._rows = rows
+        indices = range(rank, min(num_samples, len(rows)), world_size)
+        self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
+        self._client = client
+        self._encoder = encoder
+        self._task = task
+        self._decoding = replace(decoding, temperature=0.0)
+        self._events = events
+        self._lock = threading.Lock()
+        self._progress: _Progress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this rank has nothing left to ask or to wait for."""
+        with self._lock:
+            return self._progress is None or self._progress.is_finished
+
+    def begin(self, version: int) -> None:
+        """From now on ``ask`` has something to ask, under ``version`` only."""
+        waiting = deque(range(len(self._keys)))
+        with self._lock:
+            self._progress = _Progress(version, waiting, EvaluationCounts(num_wanted=len(waiting)))
+
+    def end(self) -> EvaluationCounts:
+        """What was counted until now. An answer that comes later is of no evaluation."""
+        with self._lock:
+            progress, self._progress = self._progress, None
+        return EvaluationCounts() if progress is None else progress.counts
+
+    def ask(self, max_prompts: int) -> bool:
+        """Asks for one batch, if something is to be asked; False when nothing came of it.
+
+        Raises:
+            FenceShutDown: the fence will never open again.
+        """
+        with self._lock:
+            progress = self._progress
+            numbers = [] if progress is None else list(progress.waiting)[:max_prompts]
+        if progress is None or not numbers:
+            return False
+        samples, requests, failed = self._read(numbers)
+        outcome = BatchOutcome()
+        qualities: dict[int, MatchQuality] = {}
+        if samples:
+            terms = Terms(self._decoding, self._events, only_version=progress.version)
+            outcome = self._client.generate(samples, requests, terms)
+            failed |= {sample.key.position: reason for sample, reason in outcome.quarantined}
+            for rollout in outcome.rollouts:
+                if {span.version for span in rollout.spans} == {progress.version}:
+                    self._judge(rollout, qualities, failed)
+        was_asked = {sample.key.position for sample in samples} if outcome.num_posts else set()
+        return self._take(progress, was_asked, qualities, failed)
+
+    def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
+        samples, requests, failed = [], [], {}
+        for number in numbers:
+            try:
+                sample = read_sample(self._rows, self._keys[number])
+                requests.append(self._encoder.request(sample))
+                samples.append(sample)
+            except SampleError as error:
+                failed[number] = str(error)
+        return samples, requests, failed
+
+    def _judge(self, rollout: Rollout, qualities: dict[int, MatchQuality], failed: dict[int, str]) -> None:
+        sample = rollout.sample
+        number = sample.key.position
+        try:
+            prompt = self._encoder.encode_prompt(sample)
+            if rollout.prompt_token_ids != prompt.token_ids:
+                raise SampleError("the server was asked another prompt than the learner's")
+            target = self._task.correct(rollout, sample.labels, prompt.boxes, self._encoder.tokenise)
+        except (SampleError, MatchingError) as error:
+            failed[number] = str(error)
+        else:
+            qualities[number] = target.quality
+
+    def _take(
+        self,
+        progress: _Progress,
+        was_asked: set[int],
+        qualities: dict[int, MatchQuality],
+        failed: dict[int, str],
+    ) -> bool:
+        """Counts a batch, unless its evaluation has ended meanwhile."""
+        with self._lock:
+            if progress is not self._progress:
+                return bool(qualities)
+            for number in was_asked - qualities.keys() - failed.keys():
+                progress.num_asks[number] += 1
+                if progress.num_asks[number] == MAX_ASKS:
+                    failed[number] = f"no answer to {MAX_ASKS} requests"
+            # What is to be asked again goes behind what was not asked yet.
+            again = was_asked - qualities.keys() - failed.keys()
+            settled = qualities.keys() | failed.keys()
+            rest = [number for number in progress.waiting if number not in settled | again]
+            progress.waiting = deque([*rest, *sorted(again)])
+            for number in sorted(qualities):
+                progress.counts = progress.counts.with_answer(qualities[number])
+            num_failed = progress.counts.num_failed + len(failed)
+            progress.counts = replace(progress.counts, num_failed=num_failed)
+        for number, message in sorted(failed.items()):
+            self._events.given_up(self._keys[number].index, message)
+        return bool(settled)

@@ -1,0 +1,100 @@
+"""Decides when an evaluation falls due, begins, holds a sync round back, and ends; identical on all ranks.
+
+One evaluation runs at a time, under one version: while it runs no round falls due, at most ``max_round_delay_steps``
+steps beyond the step at which the round would have been due. Fed only with facts that all ranks agreed on. Holds
+no thread, socket or collective; called by the pinned evaluation at every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EvaluationEnd(StrEnum):
+    """Why an evaluation ended."""
+
+    COMPLETE = "complete"
+    """Every rank had asked for all its samples."""
+    ROUND_DUE = "round_due"
+    """A sync round could be held back no longer."""
+    NO_SERVER = "no_server"
+    """No proven server was left."""
+    PIPELINE_FAILED = "pipeline_failed"
+    """A rank's pipeline died, and with it who asks."""
+    TRAINING_ENDS = "training_ends"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEvaluation:
+    """One evaluation, from the step at which it began."""
+
+    due_step: int
+    begun_step: int
+    version: int
+    """Of the weights that every answer must be of."""
+
+
+class EvaluationSchedule:
+    """At most one evaluation runs. What falls due meanwhile replaces what fell due before and has not begun."""
+
+    def __init__(self, *, every_steps: int, max_round_delay_steps: int, last_step: int) -> None:
+        """``last_step`` is the last one that trains: nothing begins there, and what runs ends."""
+        self._every_steps = every_steps
+        self._max_round_delay_steps = max_round_delay_steps
+        self._last_step = last_step
+        self._due_step: int | None = None
+        self._round_due_step: int | None = None
+        self.running: RunningEvaluation | None = None
+
+    @property
+    def unfinished(self) -> int | None:
+        """The step at which what runs, or has still to begin, fell due: a resumed run begins it again."""
+        if self._due_step is not None or self.running is None:
+            return self._due_step
+        return self.running.due_step
+
+    def resume(self, unfinished: int | None) -> None:
+        """Continues where a checkpoint's ``unfinished`` left off."""
+        self._due_step = unfinished
+
+    def holds_round(self, step: int) -> bool:
+        """Whether the round that would fall due at ``step`` has to wait for what runs.
+
+        False while something runs means that it must ``end`` now, before the round.
+        """
+        if self.running is None:
+            return False
+        if self._round_due_step is None:
+            self._round_due_step = step
+        return step - self._round_due_step < self._max_round_delay_steps
+
+    def reason_to_end(
+        self, step: int, *, wanted: bool, has_server: bool, pipeline_failed: bool, stop_requested: bool
+    ) -> EvaluationEnd | None:
+        """Why what runs has to end at ``step``, if it has to. ``wanted``: some rank is not finished."""
+        if self.running is None:
+            return None
+        if not wanted:
+            return EvaluationEnd.COMPLETE
+        if pipeline_failed:
+            return EvaluationEnd.PIPELINE_FAILED
+        if stop_requested or step >= self._last_step:
+            return EvaluationEnd.TRAINING_ENDS
+        return None if has_server else EvaluationEnd.NO_SERVER
+
+    def end(self) -> RunningEvaluation:
+        """What ran runs no more. Raises ValueError when nothing did."""
+        ended, self.running, self._round_due_step = self.running, None, None
+        if ended is None:
+            raise ValueError("only an evaluation that runs can end, got none; ask reason_to_end first")
+        return ended
+
+    def begin_if_due(self, step: int, version: int, *, may_begin: bool) -> RunningEvaluation | None:
+        """Called at every step, once; what begins. ``may_begin``: the fence is open and no round is pending."""
+        if step > 0 and step % self._every_steps == 0:
+            self._due_step = step
+        if self._due_step is None or self.running is not None or not may_begin or step >= self._last_step:
+            return None
+        self.running, self._due_step = RunningEvaluation(self._due_step, step, version), None
+        return self.running

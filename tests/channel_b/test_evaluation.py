@@ -1,0 +1,314 @@
+"""This rank's part of an evaluation: real encoder and task; the server side is a stand-in, or a real HTTP server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
+from real_model import make_encoder, make_task, rollout_of
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.evaluation import MAX_ASKS, EvaluationCounts, RankEvaluation
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
+from swift_stage2.channel_b.sample_events import Unrecorded
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
+
+PATIENCE_S = 20.0
+NUM_SAMPLES = 9  # of the 12 rows
+DECODING = DecodingConfig(temperature=0.7, top_p=0.9, max_new_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder()
+
+
+class Recorder(Unrecorded):
+    def __init__(self) -> None:
+        self.given_up_rows: dict[int, str] = {}
+        self.posts: list[tuple[str, int]] = []
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
+        self.posts.append((server, version))
+
+    def given_up(self, index: int, message: str) -> None:
+        assert index not in self.given_up_rows, "given up twice"
+        self.given_up_rows[index] = message
+
+
+class StandInClient:
+    """Answers as told; by default with the ground truth, sampled under ``version``."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self.version = 5
+        self.answer: Callable[[Sequence[Sample]], BatchOutcome] = self.answer_all
+        self.asked: list[list[int]] = []
+        self.terms: list[Terms | None] = []
+
+    def generate(
+        self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
+    ) -> BatchOutcome:
+        assert len(samples) == len(requests) > 0
+        self.asked.append([sample.key.index for sample in samples])
+        self.terms.append(terms)
+        return self.answer(samples)
+
+    def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
+        return BatchOutcome(rollouts=tuple(map(self.rollout, samples)), num_posts=1)
+
+    def rollout(self, sample: Sample) -> Rollout:
+        text, _ = self._encoder.check_answer_format(sample)
+        return rollout_of(sample, text, self._encoder.encode_prompt(sample).token_ids, version=self.version)
+
+
+class Scene:
+    def __init__(
+        self, encoder: Encoder, rows: Sequence[Any], *, rank: int = 0, client: Any = None, **settings: Any
+    ) -> None:
+        self.client: Any = StandInClient(encoder) if client is None else client
+        self.events = Recorder()
+        defaults: dict[str, Any] = {"num_samples": NUM_SAMPLES, "world_size": 2}
+        self.part = RankEvaluation(
+            rows,
+            rank=rank,
+            client=self.client,
+            encoder=encoder,
+            task=make_task(),
+            decoding=DECODING,
+            events=self.events,
+            **(defaults | settings),
+        )
+
+
+# --- what is asked -----------------------------------------------------------------------------------
+
+
+def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    asked = []
+    for rank in (0, 1):
+        scene = Scene(encoder, rows, rank=rank)
+        scene.part.begin(5)
+        while scene.part.ask(3):
+            pass
+        assert scene.part.is_finished
+        assert {terms.only_version for terms in scene.client.terms} == {5}
+        assert {terms.decoding for terms in scene.client.terms} == {replace(DECODING, temperature=0.0)}
+        asked.append([index for batch in scene.client.asked for index in batch])
+    assert asked == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+
+
+def test_every_evaluation_asks_the_same_rows_anew(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    scene = Scene(encoder, rows)
+    for version in (5, 6):
+        scene.client.version = version
+        scene.part.begin(version)
+        assert scene.part.ask(99)
+        assert scene.part.end().num_answered == 5
+    assert scene.client.asked == [[0, 2, 4, 6, 8]] * 2
+
+
+def test_nothing_is_asked_before_it_begins_nor_after_it_has_ended(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+    assert not scene.part.ask(3)
+    assert scene.part.is_finished
+    scene.part.begin(5)
+    assert not scene.part.is_finished
+    scene.part.end()
+    assert not scene.part.ask(3)
+    assert scene.client.asked == []
+
+
+def test_a_rank_without_rows_is_finished_at_once(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    scene = Scene(encoder, rows, rank=1, num_samples=1)
+    scene.part.begin(5)
+    assert scene.part.is_finished
+    assert not scene.part.ask(3)
+    assert scene.part.end() == EvaluationCounts()
+
+
+# --- what is counted ---------------------------------------------------------------------------------
+
+
+def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    scene = Scene(encoder, rows)
+    scene.part.begin(5)
+    assert scene.part.ask(99)
+    counts = scene.part.end()
+    num_objects = sum(len(rows[index]["objects"]["bbox"]) for index in (0, 2, 4, 6, 8))
+    assert counts == EvaluationCounts(5, 5, 0, 0, num_objects, num_objects, num_objects, counts.sum_iou)
+    assert counts.ratios == {
+        "precision": 1.0, "recall": 1.0, "f1": 1.0, "mean_iou": pytest.approx(1.0), "truncated_ratio": 0.0,
+    }  # fmt: skip
+
+
+def test_an_answer_of_another_version_is_not_counted_and_asked_again(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+    scene.part.begin(5)
+    scene.client.version = 6
+    assert not scene.part.ask(2)
+    scene.client.version = 5
+    assert scene.part.ask(99)
+    assert scene.client.asked == [[0, 2], [4, 6, 8, 0, 2]], "again comes last"
+    assert scene.part.end().num_answered == 5
+
+
+def test_an_answer_that_comes_after_the_end_is_of_no_evaluation(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+    ended: list[EvaluationCounts] = []
+
+    def end_meanwhile(samples: Sequence[Sample]) -> BatchOutcome:
+        ended.append(scene.part.end())
+        scene.part.begin(5)
+        return scene.client.answer_all(samples)
+
+    scene.part.begin(5)
+    assert scene.part.ask(2)
+    scene.client.answer = end_meanwhile
+    scene.part.ask(99)
+    assert [counts.num_answered for counts in ended] == [2]
+    assert scene.part.end() == EvaluationCounts(num_wanted=5)
+
+
+def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+    scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), num_posts=1)
+    scene.part.begin(5)
+    worked = [scene.part.ask(99) for _ in range(MAX_ASKS)]
+    assert worked == [False] * (MAX_ASKS - 1) + [True], (
+        "a server that returns everything is not asked without pause"
+    )
+    assert scene.part.is_finished
+    assert scene.part.end() == EvaluationCounts(num_wanted=5, num_failed=5)
+    assert scene.events.given_up_rows == dict.fromkeys((0, 2, 4, 6, 8), "no answer to 3 requests")
+
+
+def test_where_nobody_was_asked_no_request_was_used_up(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    scene = Scene(encoder, rows)
+    scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
+    scene.part.begin(5)
+    assert not any(scene.part.ask(99) for _ in range(2 * MAX_ASKS))
+    scene.client.answer = scene.client.answer_all
+    assert scene.part.ask(99)
+    assert scene.part.end().num_answered == 5
+
+
+def test_rows_that_cannot_be_used_fail_and_the_others_count(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    spoilt = [*rows[:2], {**rows[2], "images": ["/nowhere/a.png"]}, *rows[3:]]
+    scene = Scene(encoder, spoilt)
+
+    def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
+        poisonous, other_prompt, *good = samples
+        rollouts = [rollout_of(other_prompt, "[]", (1, 2), version=5), *map(scene.client.rollout, good)]
+        return BatchOutcome(rollouts=tuple(rollouts), quarantined=((poisonous, "poison"),), num_posts=1)
+
+    scene.client.answer = misbehave
+    scene.part.begin(5)
+    assert scene.part.ask(99)
+    assert scene.part.is_finished
+    counts = scene.part.end()
+    assert (counts.num_wanted, counts.num_answered, counts.num_failed) == (5, 2, 3)
+    assert scene.events.given_up_rows.keys() == {0, 2, 4}
+    assert "poison" in scene.events.given_up_rows[0]
+    assert "readable file" in scene.events.given_up_rows[2]
+    assert "another prompt" in scene.events.given_up_rows[4]
+
+
+def test_counts_add_up_over_ranks() -> None:
+    one = EvaluationCounts(num_wanted=3).with_answer(MatchQuality(4, 5, 2, 1.5, 0, 1))
+    two = EvaluationCounts(num_wanted=2, num_failed=1).with_answer(MatchQuality(1, 1, 1, 0.25, 0, 0))
+    both = EvaluationCounts.decode([a + b for a, b in zip(one.encode(), two.encode(), strict=True)])
+    assert both == EvaluationCounts(5, 2, 1, 1, 5, 6, 3, 1.75)
+    assert both.ratios == {
+        "precision": 3 / 5, "recall": 3 / 6, "f1": 6 / 11, "mean_iou": 1.75 / 3, "truncated_ratio": 0.5,
+    }  # fmt: skip
+    assert EvaluationCounts().ratios == {}
+
+
+# --- through the real client -------------------------------------------------------------------------
+
+
+def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) -> RolloutClient:
+    client = RolloutClient(
+        [server.url],
+        fence=fence,
+        decoding=DECODING,
+        request_timeout_s=PATIENCE_S,
+        run_seed=1,
+        rank=0,
+        world_size=1,
+        ticket_timeout_s=0.05,
+        events=events,  # type: ignore[arg-type]
+    )
+    client.set_proven([server.url])
+    return client
+
+
+def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    training = Recorder()
+    with FakeRolloutServer() as server, make_client(server, InferFence(version=5), training) as client:
+        scene = Scene(encoder, rows, client=client)
+        scene.part.begin(5)
+        assert scene.part.ask(2)  # the fake server's prompt is not the learner's, so that both fail
+        (call,) = server.calls
+        assert call.config["temperature"] == 0.0
+        assert call.config["top_p"] == DECODING.top_p
+        assert call.config["max_tokens"] == DECODING.max_new_tokens
+        assert (scene.events.posts, training.posts) == ([(server.url, 5)], [])
+        sample = Sample(SampleKey(0, 0, 0), rows[0], (), ())
+        client.generate([sample], [encoder.request(sample)])
+        assert server.calls[-1].config["temperature"] == DECODING.temperature
+        assert (len(scene.events.posts), training.posts) == (1, [(server.url, 5)])
+
+
+def test_a_round_that_comes_while_a_ticket_is_waited_for_leaves_nothing_to_ask(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    fence = InferFence(version=5)
+    with FakeRolloutServer() as server, make_client(server, fence, Recorder()) as client:
+        scene = Scene(encoder, rows, client=client)
+        scene.part.begin(5)
+        fence.close(timeout_s=0)
+        asking = threading.Thread(target=scene.part.ask, args=(2,))
+        asking.start()
+        fence.reopen(6)
+        asking.join(PATIENCE_S)
+        assert not asking.is_alive()
+        assert server.calls == []
+        assert scene.part.end().num_failed == 0
+
+
+def test_a_batch_in_flight_is_bounded_by_what_may_be_in_flight(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    def count(call: Call) -> Answer:
+        assert len(call.requests) <= 2
+        return echo(call)
+
+    with FakeRolloutServer(on_infer=count) as server:
+        with make_client(server, InferFence(version=5), Recorder()) as client:
+            scene = Scene(encoder, rows, client=client)
+            scene.part.begin(5)
+            while scene.part.ask(2):
+                pass
+        assert [len(call.requests) for call in server.calls] == [2, 2, 1]

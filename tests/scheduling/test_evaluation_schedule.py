@@ -1,0 +1,182 @@
+"""When evaluations begin and end: named cases, and every history of agreed facts against what must never happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+
+WELL: dict[str, Any] = {
+    "wanted": True,
+    "has_server": True,
+    "pipeline_failed": False,
+    "stop_requested": False,
+}
+
+
+def make(every: int = 10, delay: int = 3, last: int = 1000) -> EvaluationSchedule:
+    return EvaluationSchedule(every_steps=every, max_round_delay_steps=delay, last_step=last)
+
+
+def begun(schedule: EvaluationSchedule, steps: range, version: int = 7) -> list[RunningEvaluation]:
+    """What begins at ``steps`` if it may at each, and ends at once."""
+    all_begun = []
+    for step in steps:
+        if (running := schedule.begin_if_due(step, version, may_begin=True)) is not None:
+            all_begun.append(running)
+            schedule.end()
+    return all_begun
+
+
+def test_one_falls_due_at_every_positive_multiple() -> None:
+    assert begun(make(), range(35)) == [RunningEvaluation(step, step, 7) for step in (10, 20, 30)]
+    assert [running.due_step for running in begun(make(), range(15, 35))] == [20, 30], "also after a resume"
+
+
+def test_it_waits_for_the_end_of_a_pending_round() -> None:
+    schedule = make()
+    assert [schedule.begin_if_due(step, 3, may_begin=False) for step in range(10, 14)] == [None] * 4
+    assert schedule.begin_if_due(14, 4, may_begin=True) == RunningEvaluation(10, 14, 4)
+
+
+def test_of_several_that_could_not_begin_one_does() -> None:
+    schedule = make()
+    for step in range(35):
+        schedule.begin_if_due(step, 3, may_begin=False)
+    assert begun(schedule, range(35, 40)) == [RunningEvaluation(30, 35, 7)]
+
+
+def test_it_holds_a_round_for_so_many_steps_and_then_has_to_end() -> None:
+    schedule = make(delay=3)
+    assert not schedule.holds_round(9), "nothing runs"
+    schedule.begin_if_due(10, 1, may_begin=True)
+    assert [schedule.holds_round(step) for step in range(12, 16)] == [True, True, True, False]
+    schedule.end()
+    schedule.begin_if_due(20, 2, may_begin=True)
+    assert schedule.holds_round(40), "the next one counts anew"
+
+
+def test_without_delay_a_round_is_never_held() -> None:
+    schedule = make(delay=0)
+    schedule.begin_if_due(10, 1, may_begin=True)
+    assert not schedule.holds_round(11)
+
+
+@pytest.mark.parametrize(
+    ("facts", "end"),
+    [
+        ({}, None),
+        ({"wanted": False}, EvaluationEnd.COMPLETE),
+        ({"wanted": False, "has_server": False}, EvaluationEnd.COMPLETE),
+        ({"has_server": False}, EvaluationEnd.NO_SERVER),
+        ({"pipeline_failed": True, "has_server": False}, EvaluationEnd.PIPELINE_FAILED),
+        ({"stop_requested": True}, EvaluationEnd.TRAINING_ENDS),
+    ],
+)
+def test_why_it_ends(facts: dict[str, bool], end: EvaluationEnd | None) -> None:
+    schedule = make()
+    assert schedule.reason_to_end(9, **(WELL | facts)) is None, "nothing runs"
+    schedule.begin_if_due(10, 1, may_begin=True)
+    assert schedule.reason_to_end(11, **(WELL | facts)) == end
+
+
+def test_the_last_step_ends_it_and_begins_none() -> None:
+    schedule = make(last=12)
+    schedule.begin_if_due(10, 1, may_begin=True)
+    assert schedule.reason_to_end(11, **WELL) is None
+    assert schedule.reason_to_end(12, **WELL) is EvaluationEnd.TRAINING_ENDS
+    assert make(last=10).begin_if_due(10, 1, may_begin=True) is None
+
+
+def test_what_had_not_ended_begins_again_after_a_resume() -> None:
+    schedule = make()
+    assert schedule.unfinished is None
+    schedule.begin_if_due(10, 1, may_begin=False)
+    assert schedule.unfinished == 10
+    schedule.begin_if_due(11, 1, may_begin=True)
+    assert schedule.unfinished == 10
+    resumed = make()
+    resumed.resume(schedule.unfinished)
+    assert resumed.begin_if_due(13, 2, may_begin=True) == RunningEvaluation(10, 13, 2)
+    schedule.end()
+    assert schedule.unfinished is None
+
+
+def test_only_what_runs_can_end() -> None:
+    with pytest.raises(ValueError, match="only an evaluation that runs can end"):
+        make().end()
+
+
+class Run(RuleBasedStateMachine):
+    """Steps with any facts, beside a real round schedule, driven as the learner drives both."""
+
+    @initialize(
+        every=st.integers(1, 6), delay=st.integers(0, 4), cadence=st.integers(1, 4), last=st.integers(5, 60)
+    )
+    def begin(self, every: int, delay: int, cadence: int, last: int) -> None:
+        self.every, self.delay, self.cadence, self.last = every, delay, cadence, last
+        self.schedule = make(every, delay, last)
+        self.rounds = RoundSchedule(1, cadence)
+        self.rounds.is_due(0)
+        self.rounds.finish(0, proven=[0], failed=[])
+        self.step, self.version = 0, 1
+        self.due_since: int | None = None  # of the round that a run without evaluations would have
+        self.begun_steps: list[int] = []
+
+    @rule(
+        drained=st.booleans(),
+        proves=st.sampled_from([True, True, True, False]),
+        lost=st.sampled_from([False] * 6 + [True]),
+        back=st.booleans(),
+        wanted=st.booleans(),
+        failed=st.sampled_from([False] * 30 + [True]),
+    )
+    def next_step(
+        self, *, drained: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
+    ) -> None:
+        self.step += 1
+        step, schedule, rounds = self.step, self.schedule, self.rounds
+        if not rounds.pending and not rounds.falls_due(step):
+            self.due_since = None  # its servers were lost
+        elif self.due_since is None:
+            self.due_since = step
+        held = rounds.falls_due(step) and not rounds.pending and schedule.holds_round(step)
+        if rounds.falls_due(step) and schedule.running is not None and not held:
+            schedule.end()
+        if not held and rounds.is_due(step):
+            assert schedule.running is None, "a round is pending beside an evaluation"
+            if drained:
+                rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
+                self.version += proves
+                self.due_since = None
+        if self.due_since is not None:
+            assert rounds.pending or step - self.due_since < self.delay, "a round is held for too long"
+        rounds.observe(step, suspect=[lost], answers_again=[back])
+        reason = schedule.reason_to_end(
+            step, wanted=wanted, has_server=bool(rounds.proven), pipeline_failed=failed, stop_requested=False
+        )
+        if reason is not None:
+            schedule.end()
+        may_begin = reason is None and bool(rounds.proven) and not rounds.pending and not failed
+        running = schedule.begin_if_due(step, self.version, may_begin=may_begin)
+        if running is not None:
+            assert running.due_step % self.every == 0
+            assert 0 < running.due_step <= running.begun_step == step
+            assert not self.begun_steps or running.due_step > self.begun_steps[-1], "one is begun twice"
+            self.begun_steps.append(running.due_step)
+        if schedule.running is not None:
+            assert schedule.running.version == self.version, "the version moved under an evaluation"
+            assert rounds.proven, "an evaluation runs without a server"
+            assert step < self.last
+        elif may_begin and step < self.last:
+            assert schedule.unfinished is None, "what is due and may begin does"
+
+
+Run.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+TestRun = Run.TestCase
