@@ -167,3 +167,60 @@ def test_a_rollout_in_flight_delays_the_round_and_never_a_step(results: list[dic
 def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["stop"]["stops"][:3] == [False, False, True]
+
+
+# --- evaluation: rank 0 has its four answers at once, rank 1 when the scenario says so -------------------
+
+
+def test_an_evaluation_holds_the_round_until_every_rank_is_finished(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_ends"]
+        assert scenario["evaluations"] == [[4, 4, 7, 1, "complete", 7]]
+        assert scenario["rounds"] == [0, 8], "due at 5, held until rank 1 was finished"
+        assert scenario["versions"] == [1, 2], "the one that fell due at 8 has the new version"
+
+
+def test_an_evaluation_is_cut_short_where_a_round_can_wait_no_longer(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_is_cut"]
+        assert scenario["evaluations"] == [[4, 4, 7, 1, "round_due", 5]]
+        assert scenario["rounds"] == [0, 7], "due at 5, two steps later at most"
+
+
+def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_without_server"]
+        assert scenario["evaluations"] == [[4, 4, 6, 1, "no_server", 4]]
+        assert scenario["versions"] == [1]
+        assert scenario["unfinished"] == 8
+
+
+def test_an_evaluation_ends_with_a_pipeline_and_none_begins_after_it(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_without_pipeline"]
+        assert scenario["evaluations"] == [[4, 4, 6, 1, "pipeline_failed", 4]]
+        assert scenario["versions"] == [1]
+
+
+def test_an_evaluation_that_falls_into_a_pending_round_waits_for_its_end(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["evaluation_deferred"]
+        assert scenario["rounds"] == [0, 6], "due at 3; until 6 rank 1 is busy"
+        assert scenario["evaluations"] == [[4, 6, 7, 2, "complete", 7]]
+
+
+def test_an_evaluation_ends_with_training(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["evaluation_stopped"]["evaluations"] == [[4, 4, 6, 1, "training_ends", 4]]
+        assert result["evaluation_at_the_end"]["evaluations"] == [[4, 4, 8, 1, "training_ends", 4]]
+        assert result["evaluation_at_the_end"]["versions"] == [1]
+
+
+def test_a_checkpoint_knows_of_the_evaluation_that_runs(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert (result["evaluation_running"]["evaluations"], result["evaluation_running"]["unfinished"]) == (
+            [],
+            4,
+        )

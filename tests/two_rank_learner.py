@@ -10,12 +10,13 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from swift_stage2.channel_b.evaluation import EvaluationCounts
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
@@ -23,6 +24,8 @@ from swift_stage2.errors import ConfigError, Stage2Error
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.pinned_evaluation import PinnedEvaluation
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
@@ -75,8 +78,26 @@ class StandInClient:
     def close(self) -> None: ...
 
 
+@dataclass
+class StandInPart:
+    """This rank's part of an evaluation: it is finished when the scenario says so."""
+
+    versions: list[int] = field(default_factory=list)
+    num_answered: int = 0
+    is_finished: bool = True
+
+    def begin(self, version: int) -> None:
+        self.versions.append(version)
+        self.is_finished = False
+
+    def end(self) -> EvaluationCounts:
+        self.is_finished = True
+        return EvaluationCounts(num_wanted=4, num_answered=self.num_answered)
+
+
 class Events:
     def __init__(self) -> None:
+        self.evaluations: list[tuple[Any, ...]] = []
         self.steps: list[tuple[Any, ...]] = []
         self.rounds: list[tuple[Any, ...]] = []
 
@@ -90,6 +111,18 @@ class Events:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
 
     def record_warning(self, message: str) -> None: ...
+
+    def record_evaluation(self, record: Any) -> None:
+        self.evaluations.append(
+            (
+                record.run.due_step,
+                record.run.begun_step,
+                record.ended_step,
+                record.run.version,
+                record.end,
+                record.counts.num_answered,
+            )
+        )
 
 
 class SilentCanary:
@@ -194,6 +227,71 @@ def pipeline_dies(continue_on_failure: bool) -> dict[str, Any]:
         if step == 40 and RANK == 1:  # after this step's all-reduce
             b.pipeline.failure = RuntimeError("the disk went away")
     return {"steps": events.steps, "error": error}
+
+
+def evaluating(
+    num_steps: int, *, sync_every: int, delay: int, last_step: int = 1000, **script: Any
+) -> dict[str, Any]:
+    """Evaluations fall due at every fourth step. ``script`` (step → change) happens after that step, on rank 1 only;
+    rank 0 has its answers at once."""
+    learner, b, events, _ = build(packs=0, sync_every=sync_every, continue_on_failure=True)
+    part = StandInPart()
+    schedule = EvaluationSchedule(every_steps=4, max_round_delay_steps=delay, last_step=last_step)
+    b = replace(
+        b,
+        evaluation=PinnedEvaluation(
+            schedule,
+            part,  # type: ignore[arg-type]
+            control=learner._control,
+            record=events.record_evaluation,
+        ),
+    )
+    learner._b = b
+    for step in range(num_steps):
+        learner.begin_step(step, 1)
+        if RANK == 0 and not part.is_finished:
+            part.num_answered, part.is_finished = 4, True
+        if RANK == 1:
+            script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
+    return {
+        "evaluations": events.evaluations,
+        "rounds": [step for step, _, _ in events.rounds],
+        "versions": part.versions,
+        "unfinished": learner.checkpoint(step=num_steps, save_id="s")["unfinished_evaluation"],
+    }
+
+
+def finish(learner: Any, b: Any, part: StandInPart) -> None:
+    part.num_answered, part.is_finished = 3, True
+
+
+def answer_one(learner: Any, b: Any, part: StandInPart) -> None:
+    part.num_answered = 1
+
+
+def lose_the_server(learner: Any, b: Any, part: StandInPart) -> None:
+    b.client.suspects[URL] = "connection lost"
+
+
+def lose_the_pipeline(learner: Any, b: Any, part: StandInPart) -> None:
+    b.pipeline.failure = RuntimeError("the disk went away")
+
+
+def stop(learner: Any, b: Any, part: StandInPart) -> None:
+    learner.request_stop()
+
+
+def evaluation_waits_for_a_pending_round() -> dict[str, Any]:
+    holder: list[Any] = []
+
+    def hold(learner: Any, b: Any, part: StandInPart) -> None:
+        holder.append(b.fence.ticket(timeout_s=5))
+        holder[0].__enter__()
+
+    def let_go(learner: Any, b: Any, part: StandInPart) -> None:
+        holder[0].__exit__(None, None, None)
+
+    return evaluating(9, sync_every=3, delay=2, after_2=hold, after_5=let_go, after_6=finish)
 
 
 def export_fails() -> dict[str, Any]:
@@ -381,6 +479,14 @@ SCENARIOS = {
     "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,
     "stop": stop_is_agreed,
+    "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
+    "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
+    "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),
+    "evaluation_without_pipeline": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_pipeline),
+    "evaluation_deferred": evaluation_waits_for_a_pending_round,
+    "evaluation_stopped": lambda: evaluating(7, sync_every=50, delay=2, after_5=stop),
+    "evaluation_at_the_end": lambda: evaluating(9, sync_every=50, delay=2, last_step=8),
+    "evaluation_running": lambda: evaluating(6, sync_every=50, delay=2),
 }
 
 

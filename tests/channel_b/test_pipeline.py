@@ -555,7 +555,9 @@ def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[...,
     bench.train(2)
     bench.observe(step=1, max_prompts=2)
     assert bench.pipeline._work_once()
-    assert (len(bench.client.calls), bench.client.evaluated) == (num_calls + 1, [(0, 1)]), "training comes first"
+    assert (len(bench.client.calls), bench.client.evaluated) == (num_calls + 1, [(0, 1)]), (
+        "training comes first"
+    )
     while bench.pipeline._work_once():
         assert len(bench.client.evaluated) < 10
     assert bench.client.evaluated == [(0, 1), (2, 3), (4,)]
