@@ -97,6 +97,21 @@ class Ledger:
             return
         _fail(f"a rollout says version {rollout.version}, but was computed with {rollout.text}")
 
+    def evaluated(self, rollout: Rollout, server: VirtualServer, version: int) -> None:
+        """So is an answer that an evaluation of ``version`` counts, and no other version's."""
+        self.rollout(rollout, server)
+        self.counts["evaluation answers"] += 1
+        if rollout.version != version:
+            _fail(f"an evaluation of version {version} counts an answer of version {rollout.version}")
+
+    def evaluation_ends(self, rank: int, record: Any) -> None:
+        counts = record.counts
+        self.agree(rank, record.ended_step, "an evaluation that ended", record)
+        self.counts[f"evaluations {record.end}"] += rank == 0
+        is_whole = counts.num_answered + counts.num_failed == counts.num_wanted
+        if not is_whole if record.end == "complete" else counts.num_answered > counts.num_wanted:
+            _fail(f"rank {rank}: an evaluation that ended {record.end} has {counts}")
+
     def suspicion(self, rank: int, reason: str) -> None:
         self.counts["suspicions"] += 1
         if self.setting.is_calm:
@@ -176,6 +191,8 @@ class Ledger:
             _fail(f"rank {rank} trains {len(decision.packs)} packs, planned are {setting.packs_per_step}")
         for pack in decision.packs:
             self._train(rank, pack, mine.version)
+        if b.evaluation is not None:
+            self._check_evaluation(rank, step, b)
         self._check_pending(rank, b, began_s)
         self._slowest_step_s = max(self._slowest_step_s, active().now - mine.began_s)
         mine.began_s = active().now
@@ -205,6 +222,18 @@ class Ledger:
             _fail(
                 f"rank {rank} waits for a drain for {active().now - mine.pending_since:.3f} s, limit {limit_s:.3f} s"
             )
+
+    def _check_evaluation(self, rank: int, step: int, b: Any) -> None:
+        setting, running = self.setting, b.evaluation._schedule.running
+        self.agree(rank, step, "the evaluation that runs", running)
+        if running is not None and (b.rounds.pending or running.version != b.clock.current):
+            _fail(f"rank {rank}: a round comes under the evaluation of version {running.version}")
+        if not b.rounds.proven or b.rounds.pending:
+            return
+        steps = step - b.rounds.last_commit_step
+        self.counts["steps with a round held"] += steps >= setting.sync_every_steps
+        if steps >= setting.sync_every_steps + setting.max_round_delay_steps:
+            _fail(f"rank {rank}: a round is held back, {steps} steps after the last commit")
 
     def account(self, rank: int, b: Any) -> None:
         """Every sample that was drawn is in one place. Nothing may run between the looks: no yield point in here."""

@@ -19,6 +19,7 @@ from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Drawn, SampleSource
 from swift_stage2.fence import InferFence
+from swift_stage2.pinned_evaluation import PinnedEvaluation
 
 _FOR_EVER_S = 1000.0
 
@@ -102,6 +103,28 @@ class LateTellingSource(SampleSource):
         return [self._read(key) for key in keys]
 
 
+class UnpinnedEvaluation(PinnedEvaluation):
+    """Rounds come as if no evaluation ran."""
+
+    def holds_round(self, step: int) -> bool:
+        return False
+
+
+class StubbornEvaluation(PinnedEvaluation):
+    """Rounds wait for as long as an evaluation takes."""
+
+    def holds_round(self, step: int) -> bool:
+        return self._schedule.running is not None
+
+
+class RoundsUnderEvaluations(Parts):
+    evaluation = UnpinnedEvaluation
+
+
+class RoundsAfterEvaluations(Parts):
+    evaluation = StubbornEvaluation
+
+
 class ForgottenPosts(Parts):
     client = ForgetfulClient
 
@@ -154,5 +177,7 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (LostSamples, "nobody holds them"),
     (UnpurgedQueue, "trains a pack of version"),
     (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),
+    (RoundsUnderEvaluations, "a round comes under the evaluation"),
+    (RoundsAfterEvaluations, "a round is held back"),
 )
 """Further mistakes in the full scene, and what the violation says."""

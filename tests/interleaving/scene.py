@@ -23,16 +23,20 @@ from interleaving.virtual_servers import Fate, Network, VirtualServer, VirtualTr
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
 from swift_stage2.channel_b.encoding import PromptEncoding
+from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.records import MatchQuality, Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.pinned_evaluation import PinnedEvaluation
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
@@ -62,6 +66,7 @@ class Parts:
     pipeline: type[Pipeline] = Pipeline
     client: type[RolloutClient] = RolloutClient
     source: type[SampleSource] = SampleSource
+    evaluation: type[PinnedEvaluation] = PinnedEvaluation
 
 
 class StubEncoder:
@@ -99,6 +104,31 @@ class StubTask:
 
     def correct(self, *parts: Any) -> Target:
         return Target("", (1,), (1.0,), _QUALITY)
+
+
+class EvaluationEvents(Unrecorded):
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
+        self._ledger.counts["evaluation posts"] += 1
+
+    def given_up(self, index: int, message: str) -> None:
+        self._ledger.counts["evaluation rows given up"] += 1
+
+
+class WatchedEvaluation(RankEvaluation):
+    """Looks at every answer that is about to be counted."""
+
+    ledger: Ledger
+
+    def begin(self, version: int) -> None:
+        self.pinned = version
+        super().begin(version)
+
+    def _judge(self, rollout: Rollout, qualities: Any, failed: Any) -> None:
+        self.ledger.evaluated(rollout, _NETWORK.servers[rollout.server], self.pinned)
+        super()._judge(rollout, qualities, failed)
 
 
 class RankEvents:
@@ -363,6 +393,7 @@ class Scene:
             packs_per_b_step=setting.packs_per_step,
         )
         guard = TruncationGuard(1.0)
+        evaluation = self._make_evaluation(rank, control, client) if setting.evaluate_every_steps else None
         pipeline = parts.pipeline(
             source=source,
             client=client,
@@ -378,6 +409,7 @@ class Scene:
             redraw_dropped=setting.redraw_dropped,
             max_attempts=setting.max_attempts,
             version_window=setting.version_window,
+            evaluation=evaluation.part if evaluation is not None else None,
         )
         pipelines.append(pipeline)
         self._watch_production(rank, pipeline)
@@ -416,6 +448,7 @@ class Scene:
             max_inflight_per_server=setting.max_inflight,
             min_ready_tokens=0,
             continue_on_failure=setting.continue_on_failure,
+            evaluation=evaluation,
         )
         learner = Learner(
             b_ratio=setting.b_ratio,
@@ -426,6 +459,29 @@ class Scene:
             channel_b=b,
         )
         return learner, b
+
+    def _make_evaluation(self, rank: int, control: Any, client: RolloutClient) -> PinnedEvaluation:
+        setting = self.setting
+        part = WatchedEvaluation(
+            _ROWS,
+            num_samples=setting.evaluation_samples,
+            rank=rank,
+            world_size=setting.num_ranks,
+            client=client,
+            encoder=StubEncoder(self, rank),  # type: ignore[arg-type]
+            task=StubTask(),  # type: ignore[arg-type]
+            decoding=DecodingConfig(),
+            events=EvaluationEvents(self.ledger),
+        )
+        part.ledger = self.ledger
+        schedule = EvaluationSchedule(
+            every_steps=setting.evaluate_every_steps,
+            max_round_delay_steps=setting.max_round_delay_steps,
+            last_step=setting.num_steps - 1,
+        )
+        return self._parts.evaluation(
+            schedule, part, control=control, record=partial(self.ledger.evaluation_ends, rank)
+        )
 
     def _watch_production(self, rank: int, pipeline: Pipeline) -> None:
         mine, real = self.ledger.ranks[rank], pipeline._produce

@@ -52,6 +52,9 @@ class Setting:
     redraw_dropped: bool = True
     max_attempts: int = 2
     abort_when_pending: bool = False
+    evaluate_every_steps: int = 0
+    evaluation_samples: int = 4
+    max_round_delay_steps: int = 1
     continue_on_failure: bool = True
     # --- what goes wrong
     latencies_s: tuple[float, ...] = _LATENCIES_S
@@ -105,7 +108,14 @@ def setting_of(rng: random.Random) -> Setting:
         setting = replace(setting, sync_every_steps=2)  # refused at load
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         setting = _with_trouble(setting, rng)
-    return setting
+    if rng.random() < 0.5:
+        return setting
+    return replace(
+        setting,
+        evaluate_every_steps=rng.choice((1, 2, 3)),
+        evaluation_samples=rng.choice((1, 4, 9)),
+        max_round_delay_steps=rng.choice((0, 1, 3)),
+    )
 
 
 def _with_trouble(setting: Setting, rng: random.Random) -> Setting:

@@ -42,7 +42,9 @@ def test_every_invariant_holds_in_the_full_scene(first: int) -> None:
         "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending", "rollouts",
         "posts abandoned", "rollouts aborted", "suspicions", "samples returned", "quarantined", "packs dropped_stale",
         "packs dropped_oldest", "reservations released", "runs ended by PipelineFailed",
-        "runs ended by WeightSyncError", "runs ended by WeightSyncHang",
+        "runs ended by WeightSyncError", "runs ended by WeightSyncHang", "evaluation answers",
+        "evaluation rows given up", "steps with a round held", "evaluations complete", "evaluations round_due",
+        "evaluations no_server", "evaluations training_ends",
     ):  # fmt: skip
         assert counts[what], f"no seed of this batch met it: {what}"
 

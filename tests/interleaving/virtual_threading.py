@@ -28,7 +28,7 @@ from swift_stage2 import (
     weight_bucket,
     weight_sync,
 )
-from swift_stage2.channel_b import pipeline, ready_queue, sample_source
+from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_source
 from swift_stage2.channel_b.rollout_client import client, connection, lane, seeds, share, trust
 from swift_stage2.scheduling import version_clock
 
@@ -329,8 +329,8 @@ class Executor:
 
 
 _WITH_THREADING = (
-    bucket_handover, client, connection, cuttable_call, fence, lane, pipeline, ready_queue, sample_source, seeds,
-    server_push, server_session, suspect_probe, trust, version_clock, weight_bucket,
+    bucket_handover, client, connection, cuttable_call, evaluation, fence, lane, pipeline, ready_queue, sample_source,
+    seeds, server_push, server_session, suspect_probe, trust, version_clock, weight_bucket,
 )  # fmt: skip
 _WITH_TIME = (
     bucket_handover, fence, lane, learner, pipeline, server_push, server_session, share, weight_sync,
