@@ -116,6 +116,7 @@ def write_config(
     b_ratio: float,
     swift: dict[str, Any],
     record: bool = False,
+    evaluation: dict[str, Any] | None = None,
     **channel_b: Any,
 ) -> Path:
     """A small run on the tiny model. ``swift`` and ``channel_b`` override single keys."""
@@ -158,6 +159,8 @@ def write_config(
             },
         },
     }
+    if evaluation is not None:
+        config["stage2_ab"]["evaluation"] = evaluation
     if record:
         config["telemetry"] = {"record": True}
     if server is not None:
