@@ -25,11 +25,16 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
     def configure(
-        *urls: str, packing_length: int = 4096, dialect: str = "object_list", **rollout: Any
+        *urls: str,
+        packing_length: int = 4096,
+        dialect: str = "object_list",
+        evaluation: dict[str, int] | None = None,
+        **rollout: Any,
     ) -> Stage2Config:
         content = {
             "stage2_ab": {
                 "schedule": {"b_ratio": 0.5},
+                "evaluation": evaluation or {},
                 "channel_b": {
                     "packing": {"packing_length": packing_length},
                     "target": {"dialect": dialect},
@@ -67,7 +72,7 @@ def _closed_port() -> str:
 
 
 def _start(
-    config: Stage2Config, rows: Any, directory: Path, packed_loss: Callable[..., float]
+    config: Stage2Config, rows: Any, directory: Path, packed_loss: Callable[..., float], **more: Any
 ) -> assembly.Stage2Run:
     return assembly.start_run(
         config,
@@ -84,6 +89,7 @@ def _start(
         half_precision=False,
         packs_per_step=1,
         logging_steps=5,
+        **more,
     )
 
 
@@ -255,12 +261,56 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         channel_b = again._channel_b
         assert channel_b is not None
         assert channel_b.clock.current == 2
+        assert channel_b.evaluation is None, "evaluations are off by default"
         assert not channel_b.fence.is_open, "the first round opens it"
         assert [drawn.key for drawn in channel_b.source.draw(3)] == outstanding
     finally:
         again.close()
         again.close()
     assert server.infer_calls == [], "nothing is inferred before a round"
+
+
+def test_an_evaluation_that_had_not_ended_is_resumed(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    config = configure(server.url, evaluation={"every_steps": 4})
+    run = _start(config, rows, tmp_path / "first", _token_count, validation_rows=rows[:3])
+    try:
+        channel_b = run._channel_b
+        assert channel_b is not None
+        assert channel_b.evaluation is not None
+        assert channel_b.pipeline._evaluation is channel_b.evaluation.part
+        assert [key.index for key in channel_b.evaluation.part._keys] == [0, 1, 2], "there are no more"
+        channel_b.evaluation._schedule.begin_if_due(4, 1, may_begin=True)
+        state = json.loads(json.dumps(run.checkpoint(step=7)))
+    finally:
+        run.close()
+    again = _start(config, rows, tmp_path / "second", _token_count, validation_rows=rows[:3])
+    try:
+        again.resume(lambda: state)
+        assert again._channel_b is not None
+        assert again._channel_b.evaluation is not None
+        assert again._channel_b.evaluation.unfinished == 4
+    finally:
+        again.close()
+
+
+@pytest.mark.parametrize("validation_rows", [None, []])
+def test_evaluations_without_rows_do_not_start(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    validation_rows: Any,
+) -> None:
+    config = configure(server.url, evaluation={"every_steps": 4})
+    with pytest.raises(
+        ConfigError, match="needs ms-swift's validation set, got none and every_steps=4; write"
+    ):
+        _start(config, rows, tmp_path, _token_count, validation_rows=validation_rows)
 
 
 def test_parts_of_two_checkpoints_are_refused(

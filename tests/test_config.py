@@ -538,3 +538,41 @@ def test_what_a_record_holds_of_a_configuration_has_no_secret_and_reads_back(tmp
     assert again.stage2_ab == config.stage2_ab
     assert again.rollout == config.rollout
     assert again.swift == {**BASE["swift"], **kept}
+
+
+# --- evaluations on the rollout servers ----------------------------------------------------------------
+
+
+def test_evaluations_are_off_by_default_and_ask_for_no_validation_set(tmp_path: Path) -> None:
+    settings = load(tmp_path, BASE).stage2_ab.evaluation
+    assert (settings.every_steps, settings.num_samples, settings.max_round_delay_steps) == (0, 64, 4)
+    load(tmp_path, BASE).check_validation_set(0)
+
+
+@pytest.mark.parametrize("rows", [{"val_dataset": ["v.jsonl"]}, {"split_dataset_ratio": 0.1}])
+def test_evaluations_need_a_validation_set(tmp_path: Path, rows: dict[str, Any]) -> None:
+    data = changed("stage2_ab.evaluation", {"every_steps": 50})
+    data["swift"]["dataset"] = ["t.jsonl"]
+    message = refusal(tmp_path, data)
+    assert "stage2_ab.evaluation needs ms-swift's validation set, got none and every_steps=50" in message
+    assert "write swift.val_dataset, or swift.split_dataset_ratio above 0" in message
+    data["swift"] |= rows
+    config = load(tmp_path, data)
+    config.check_validation_set(1)
+    with pytest.raises(ConfigError, match="got none and every_steps=50"):
+        config.check_validation_set(0)  # what ms-swift made of it
+
+
+def test_evaluations_need_channel_b(tmp_path: Path) -> None:
+    data = changed("stage2_ab.evaluation", {"every_steps": 50})
+    data["stage2_ab"]["schedule"]["b_ratio"] = 0
+    assert "got b_ratio=0 and every_steps=50; write every_steps: 0, or a b_ratio above 0" in refusal(
+        tmp_path, data
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("every_steps", -1), ("num_samples", 0), ("max_round_delay_steps", -1)]
+)
+def test_numbers_of_evaluations_are_checked(tmp_path: Path, key: str, value: int) -> None:
+    assert f"{key}={value}" in refusal(tmp_path, changed("stage2_ab.evaluation", {key: value}))

@@ -10,7 +10,11 @@ import pytest
 from event_files import EventFiles
 from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
 
+from swift_stage2.channel_b.evaluation import EvaluationCounts
+from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
+from swift_stage2.pinned_evaluation import EvaluationRecord
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import LiveView, Telemetry, read_audit
 from swift_stage2.telemetry.activity import Activity
@@ -90,6 +94,39 @@ def test_every_tag_of_the_design_is_written_and_no_other(tmp_path: Path) -> None
     ranks.close()
     expected = {f"stage2_ab/{group}/{name}" for group, names in TAGS.items() for name in names.split()}
     assert EventFiles(tmp_path / "runs").tags == expected
+
+
+def test_an_evaluation_is_in_every_audit_and_in_no_counter(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    counts = EvaluationCounts(num_wanted=4, num_answered=3, num_pairs=2, num_predictions=4, sum_iou=1.0)
+    record = EvaluationRecord(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
+    for telemetry in ranks.telemetry:
+        before = telemetry.counters.snapshot()
+        keys = [SampleKey(0, 0, 7)]
+        telemetry.evaluation.sent(keys, server="http://s", seed=1, version=5)
+        telemetry.evaluation.finished(keys, server="http://s", end="answered", seconds=0.5)
+        telemetry.evaluation.given_up(9, "no picture")
+        telemetry.record_evaluation(record)
+        assert telemetry.counters.snapshot() == before
+    ranks.close()
+    for rank in (0, 1):
+        post, failure, told, _ = read_audit(tmp_path / "audit" / f"rank{rank}.jsonl")
+        assert (post["kind"], post["purpose"], post["version"], post["rows"]) == (
+            "post",
+            "evaluation",
+            5,
+            [7],
+        )
+        assert (failure["kind"], failure["row"]) == ("evaluation_failure", 9)
+        assert (told["step"], told["due_step"], told["begun_step"]) == (14, 10, 12)
+        assert (told["end"], told["version"], told["counts"]["num_wanted"]) == ("round_due", 5, 4)
+        assert told["ratios"] == {"precision": 0.5, "f1": 1.0, "mean_iou": 0.5, "truncated_ratio": 0.0}
+    assert not (tmp_path / "ledger").exists()
+    events = EventFiles(tmp_path / "runs")
+    assert events.series("stage2_ab/eval/precision") == [(12, 0.5)]
+    assert events.series("stage2_ab/eval/num_samples") == [(12, 3)]
+    assert events.series("stage2_ab/eval/version") == [(12, 5)]
+    assert "stage2_ab/eval/recall" not in events.tags, "there was no ground truth"
 
 
 def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> None:
