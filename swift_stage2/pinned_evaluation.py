@@ -65,13 +65,16 @@ class PinnedEvaluation:
         self._schedule.resume(unfinished)
 
     def holds_round(self, step: int) -> bool:
-        """Whether the round that would fall due at ``step`` waits; once it cannot, what runs is cut short."""
-        if self._schedule.running is None:
-            return False
-        if self._schedule.holds_round(step):
-            return True
-        self._end(step, EvaluationEnd.ROUND_DUE)
-        return False
+        """Whether the round that would fall due at ``step`` waits; once it cannot, what runs asks for no more."""
+        held = self._schedule.holds_round(step)
+        if self._schedule.is_cut:
+            self.part.ask_no_more()
+        return held
+
+    def end_before_round(self, step: int) -> None:
+        """A round runs at ``step``, and with it the version of what was cut is over."""
+        if self._schedule.running is not None:
+            self._end(step, EvaluationEnd.ROUND_DUE)
 
     def observe(
         self, step: int, outcome: GateOutcome, *, version: int, has_server: bool, pending: bool
@@ -98,7 +101,8 @@ class PinnedEvaluation:
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
         counts = EvaluationCounts.decode(self._control.reduce_sum(mine.encode()))
-        record = EvaluationRecord(self._schedule.end(), step, reason, counts)
+        end = EvaluationEnd.COMPLETE if counts.is_whole else reason
+        record = EvaluationRecord(self._schedule.end(), step, end, counts)
         self._record(record)
         if self._control.rank == 0:
             logger.info(
@@ -107,7 +111,7 @@ class PinnedEvaluation:
                 counts.num_answered,
                 counts.num_wanted,
                 counts.ratios.get("f1", float("nan")),
-                reason,
+                end,
             )
 
 

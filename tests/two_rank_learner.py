@@ -90,6 +90,8 @@ class StandInPart:
         self.versions.append(version)
         self.is_finished = False
 
+    def ask_no_more(self) -> None: ...
+
     def end(self) -> EvaluationCounts:
         self.is_finished = True
         return EvaluationCounts(num_wanted=4, num_answered=self.num_answered)

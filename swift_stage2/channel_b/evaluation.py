@@ -40,6 +40,11 @@ class EvaluationCounts:
     num_pairs: int = 0
     sum_iou: float = 0.0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sample was answered or given up."""
+        return self.num_answered + self.num_failed == self.num_wanted
+
     def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
         """One more sample is answered."""
         return replace(
@@ -89,10 +94,8 @@ class _Progress:
     waiting: deque[int]
     counts: EvaluationCounts
     num_asks: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.counts.num_answered + self.counts.num_failed == self.counts.num_wanted
+    is_asking: bool = False  # for some that are not in ``waiting`` meanwhile
+    may_ask: bool = True
 
 
 class RankEvaluation:
@@ -127,13 +130,21 @@ class RankEvaluation:
     def is_finished(self) -> bool:
         """Whether this rank has nothing left to ask or to wait for."""
         with self._lock:
-            return self._progress is None or self._progress.is_finished
+            progress = self._progress
+            return progress is None or not (progress.waiting or progress.is_asking)
 
     def begin(self, version: int) -> None:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         with self._lock:
             self._progress = _Progress(version, waiting, EvaluationCounts(num_wanted=len(waiting)))
+
+    def ask_no_more(self) -> None:
+        """What is asked at the moment still counts; nothing else is asked before the next ``begin``."""
+        with self._lock:
+            if self._progress is not None:
+                self._progress.may_ask = False
+                self._progress.waiting.clear()
 
     def end(self) -> EvaluationCounts:
         """What was counted until now. An answer that comes later is of no evaluation."""
@@ -149,9 +160,10 @@ class RankEvaluation:
         """
         with self._lock:
             progress = self._progress
-            numbers = [] if progress is None else list(progress.waiting)[:max_prompts]
-        if progress is None or not numbers:
-            return False
+            if progress is None or not progress.waiting:
+                return False
+            numbers = [progress.waiting.popleft() for _ in range(min(max_prompts, len(progress.waiting)))]
+            progress.is_asking = True
         samples, requests, failed = self._read(numbers)
         outcome = BatchOutcome()
         qualities: dict[int, MatchQuality] = {}
@@ -162,8 +174,7 @@ class RankEvaluation:
             for rollout in outcome.rollouts:
                 if {span.version for span in rollout.spans} == {progress.version}:
                     self._judge(rollout, qualities, failed)
-        was_asked = {sample.key.position for sample in samples} if outcome.num_posts else set()
-        return self._take(progress, was_asked, qualities, failed)
+        return self._take(progress, numbers, qualities, failed, was_asked=outcome.num_posts > 0)
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
         samples, requests, failed = [], [], {}
@@ -192,27 +203,28 @@ class RankEvaluation:
     def _take(
         self,
         progress: _Progress,
-        was_asked: set[int],
+        numbers: Sequence[int],
         qualities: dict[int, MatchQuality],
         failed: dict[int, str],
+        *,
+        was_asked: bool,
     ) -> bool:
         """Counts a batch, unless its evaluation has ended meanwhile."""
         with self._lock:
             if progress is not self._progress:
                 return bool(qualities)
-            for number in was_asked - qualities.keys() - failed.keys():
-                progress.num_asks[number] += 1
-                if progress.num_asks[number] == MAX_ASKS:
-                    failed[number] = f"no answer to {MAX_ASKS} requests"
-            # What is to be asked again goes behind what was not asked yet.
-            again = was_asked - qualities.keys() - failed.keys()
-            settled = qualities.keys() | failed.keys()
-            rest = [number for number in progress.waiting if number not in settled | again]
-            progress.waiting = deque([*rest, *sorted(again)])
-            for number in sorted(qualities):
-                progress.counts = progress.counts.with_answer(qualities[number])
+            progress.is_asking = False
+            for number in numbers:
+                if number in qualities:
+                    progress.counts = progress.counts.with_answer(qualities[number])
+                elif number not in failed:
+                    progress.num_asks[number] += was_asked
+                    if progress.num_asks[number] == MAX_ASKS:
+                        failed[number] = f"no answer to {MAX_ASKS} requests"
+                    elif progress.may_ask:
+                        progress.waiting.append(number)  # behind what was not asked yet
             num_failed = progress.counts.num_failed + len(failed)
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
             self._events.given_up(self._keys[number].index, message)
-        return bool(settled)
+        return bool(qualities or failed)

@@ -1,8 +1,8 @@
 """Decides when an evaluation falls due, begins, holds a sync round back, and ends; identical on all ranks.
 
 One evaluation runs at a time, under one version: while it runs no round falls due, at most ``max_round_delay_steps``
-steps beyond the step at which the round would have been due. Fed only with facts that all ranks agreed on. Holds
-no thread, socket or collective; called by the pinned evaluation at every step.
+steps beyond the step at which the round would have been due. Then it is cut: it asks for no more, and ends before the
+round runs. Fed only with facts that all ranks agreed on; called by the pinned evaluation at every step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class EvaluationEnd(StrEnum):
     """Why an evaluation ended."""
 
     COMPLETE = "complete"
-    """Every rank had asked for all its samples."""
+    """Every sample was answered, or given up."""
     ROUND_DUE = "round_due"
     """A sync round could be held back no longer."""
     NO_SERVER = "no_server"
@@ -46,6 +46,8 @@ class EvaluationSchedule:
         self._due_step: int | None = None
         self._round_due_step: int | None = None
         self.running: RunningEvaluation | None = None
+        self.is_cut = False
+        """What runs may ask for no more, because a round is due; what is in flight still counts."""
 
     @property
     def unfinished(self) -> int | None:
@@ -59,15 +61,13 @@ class EvaluationSchedule:
         self._due_step = unfinished
 
     def holds_round(self, step: int) -> bool:
-        """Whether the round that would fall due at ``step`` has to wait for what runs.
-
-        False while something runs means that it must ``end`` now, before the round.
-        """
+        """Whether the round that would fall due at ``step`` has to wait for what runs; where not, that is cut."""
         if self.running is None:
             return False
         if self._round_due_step is None:
             self._round_due_step = step
-        return step - self._round_due_step < self._max_round_delay_steps
+        self.is_cut = step - self._round_due_step >= self._max_round_delay_steps
+        return not self.is_cut
 
     def reason_to_end(
         self, step: int, *, wanted: bool, has_server: bool, pipeline_failed: bool, stop_requested: bool
@@ -76,7 +76,7 @@ class EvaluationSchedule:
         if self.running is None:
             return None
         if not wanted:
-            return EvaluationEnd.COMPLETE
+            return EvaluationEnd.ROUND_DUE if self.is_cut else EvaluationEnd.COMPLETE
         if pipeline_failed:
             return EvaluationEnd.PIPELINE_FAILED
         if stop_requested or step >= self._last_step:
@@ -85,7 +85,7 @@ class EvaluationSchedule:
 
     def end(self) -> RunningEvaluation:
         """What ran runs no more. Raises ValueError when nothing did."""
-        ended, self.running, self._round_due_step = self.running, None, None
+        ended, self.running, self._round_due_step, self.is_cut = self.running, None, None, False
         if ended is None:
             raise ValueError("only an evaluation that runs can end, got none; ask reason_to_end first")
         return ended

@@ -184,6 +184,30 @@ def test_an_answer_that_comes_after_the_end_is_of_no_evaluation(
     assert scene.part.end() == EvaluationCounts(num_wanted=5)
 
 
+def test_what_is_in_flight_counts_although_no_more_may_be_asked(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+
+    def cut_meanwhile(samples: Sequence[Sample]) -> BatchOutcome:
+        scene.part.ask_no_more()
+        assert not scene.part.is_finished, "it waits for this batch"
+        answered = BatchOutcome(rollouts=(scene.client.rollout(samples[0]),), returned=tuple(samples[1:]))
+        return replace(answered, num_posts=1)
+
+    scene.client.answer = cut_meanwhile
+    scene.part.begin(5)
+    assert scene.part.ask(3)
+    assert scene.part.is_finished
+    assert not scene.part.ask(3)
+    assert scene.client.asked == [[0, 2, 4]]
+    counts = scene.part.end()
+    assert (counts.num_wanted, counts.num_answered, counts.num_failed) == (5, 1, 0)
+    assert not counts.is_whole
+    scene.part.begin(6)
+    assert not scene.part.is_finished, "the next one asks again"
+
+
 def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:

@@ -52,12 +52,16 @@ def test_of_several_that_could_not_begin_one_does() -> None:
     assert begun(schedule, range(35, 40)) == [RunningEvaluation(30, 35, 7)]
 
 
-def test_it_holds_a_round_for_so_many_steps_and_then_has_to_end() -> None:
+def test_it_holds_a_round_for_so_many_steps_and_is_then_cut() -> None:
     schedule = make(delay=3)
     assert not schedule.holds_round(9), "nothing runs"
     schedule.begin_if_due(10, 1, may_begin=True)
-    assert [schedule.holds_round(step) for step in range(12, 16)] == [True, True, True, False]
+    assert [schedule.holds_round(step) for step in range(12, 15)] == [True] * 3
+    assert not schedule.is_cut
+    assert not schedule.holds_round(15)
+    assert schedule.is_cut
     schedule.end()
+    assert not schedule.is_cut
     schedule.begin_if_due(20, 2, may_begin=True)
     assert schedule.holds_round(40), "the next one counts anew"
 
@@ -66,6 +70,8 @@ def test_without_delay_a_round_is_never_held() -> None:
     schedule = make(delay=0)
     schedule.begin_if_due(10, 1, may_begin=True)
     assert not schedule.holds_round(11)
+    assert schedule.reason_to_end(11, **WELL) is None, "the round waits for what is in flight"
+    assert schedule.reason_to_end(12, **(WELL | {"wanted": False})) is EvaluationEnd.ROUND_DUE
 
 
 @pytest.mark.parametrize(
@@ -147,11 +153,11 @@ class Run(RuleBasedStateMachine):
         elif self.due_since is None:
             self.due_since = step
         held = rounds.falls_due(step) and not rounds.pending and schedule.holds_round(step)
-        if rounds.falls_due(step) and schedule.running is not None and not held:
-            schedule.end()
         if not held and rounds.is_due(step):
-            assert schedule.running is None, "a round is pending beside an evaluation"
+            assert schedule.running is None or schedule.is_cut, "it asks on in a pending round"
             if drained:
+                if schedule.running is not None:
+                    schedule.end()
                 rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
                 self.version += proves
                 self.due_since = None
