@@ -76,6 +76,27 @@ def test_a_delayed_reply_is_kept_until_the_caller_has_gone(proxy: FaultProxy) ->
     assert post(proxy).status_code == 200
 
 
+def test_a_rollout_is_answered_500_without_the_server(server: FakeRolloutServer, proxy: FaultProxy) -> None:
+    for _ in range(2):
+        proxy.commit_next(ReplyFault.HTTP_500)
+    assert post(proxy, protocol.RESET_PREFIX_CACHE).status_code == 200
+    for _ in range(2):
+        reply = post(proxy)
+        assert (reply.status_code, reply.json()) == (500, {"detail": "a fault of the bench"})
+    assert not server.infer_calls
+    assert post(proxy).status_code == 200
+    assert [each.fault for each in proxy.committed] == [ReplyFault.HTTP_500] * 2
+    assert len(server.infer_calls) == 1
+
+
+def test_a_late_reply_comes_after_its_own_delay(proxy: FaultProxy) -> None:
+    proxy.commit_next(ReplyFault.DELAY, delay_s=0.3)
+    assert post(proxy).status_code == 200
+    (committed,) = proxy.committed
+    assert not committed.caller_left
+    assert 0.3 <= committed.at - committed.asked_at < _TIMEOUT_S
+
+
 def test_a_fault_falls_on_rollouts_only_and_not_on_a_rounds_own_question(proxy: FaultProxy) -> None:
     proxy.commit_next(ReplyFault.CUT)
     assert post(proxy, protocol.RESET_PREFIX_CACHE).status_code == 200

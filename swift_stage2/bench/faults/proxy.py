@@ -25,13 +25,20 @@ _IDLE_S = 600.0
 _ACCEPT_SLICE_S = 0.1
 _WAIT_SLICE_S = 0.05
 _CLOSE_TIMEOUT_S = 5.0
+_ERROR_BODY = b'{"detail": "a fault of the bench"}'
+_ERROR_REPLY = (
+    b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(_ERROR_BODY), _ERROR_BODY)
+)
 
 
 class ReplyFault(StrEnum):
     """What becomes of the reply of the next rollout."""
 
+    HTTP_500 = "500"  # the server is not asked, the proxy answers in its place
+
     CUT = "cut"  # half of it, then the connection ends
-    DELAY = "delay"  # it is kept until the caller has gone, or for ``delay_s``
+    DELAY = "delay"  # it is kept until the caller has gone, or for so many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class FaultProxy:
         self._upstream_port = upstream_port
         self._delay_s = delay_s
         self._changed = threading.Condition()
-        self._faults: list[ReplyFault] = []
+        self._faults: list[tuple[ReplyFault, float]] = []
         self._committed: list[Committed] = []
         self._holding = False
         self._num_held_rollouts = 0
@@ -87,10 +94,11 @@ class FaultProxy:
         with self._changed:
             return self._num_passing
 
-    def commit_next(self, fault: ReplyFault) -> None:
-        """The next rollout's reply suffers ``fault``; asked twice, the one after it as well."""
+    def commit_next(self, fault: ReplyFault, *, delay_s: float | None = None) -> None:
+        """The next rollout's reply suffers ``fault``; asked twice, the one after it as well. ``delay_s`` None: as long
+        as the proxy was told."""
         with self._changed:
-            self._faults.append(fault)
+            self._faults.append((fault, self._delay_s if delay_s is None else delay_s))
 
     def hold(self) -> None:
         """Every new rollout waits and does not reach the server until ``release``. With one in flight no sync round
@@ -141,7 +149,11 @@ class FaultProxy:
                     self._num_passing += 1
                 try:
                     if not self._closed:
-                        self._exchange(caller, head, self._take_fault() if is_rollout else None)
+                        fault, delay_s = (self._take_fault() if is_rollout else None) or (None, 0.0)
+                        if fault is ReplyFault.HTTP_500:
+                            self._refuse(caller, head)
+                        else:
+                            self._exchange(caller, head, fault, delay_s)
                 finally:
                     with self._changed:
                         self._num_passing -= 1
@@ -156,11 +168,17 @@ class FaultProxy:
             self._changed.wait_for(lambda: not self._holding or self._closed, _IDLE_S)
             self._num_held_rollouts -= 1
 
-    def _take_fault(self) -> ReplyFault | None:
+    def _take_fault(self) -> tuple[ReplyFault, float] | None:
         with self._changed:
             return self._faults.pop(0) if self._faults else None
 
-    def _exchange(self, caller: socket.socket, head: bytes, fault: ReplyFault | None) -> None:
+    def _refuse(self, caller: socket.socket, head: bytes) -> None:
+        asked_at = time.time()
+        _read_message(caller, head)  # closed with a part unread, the connection would be reset
+        self._note(Committed(ReplyFault.HTTP_500, asked_at, time.time(), len(_ERROR_REPLY), False))
+        caller.sendall(_ERROR_REPLY)
+
+    def _exchange(self, caller: socket.socket, head: bytes, fault: ReplyFault | None, delay_s: float) -> None:
         with socket.create_connection((_HOST, self._upstream_port), timeout=_IDLE_S) as server:
             asked_at = time.time()
             server.sendall(head)
@@ -172,7 +190,7 @@ class FaultProxy:
             if fault is None:
                 _pump(server, caller)
             else:
-                self._commit(fault, asked_at, _read_reply(server), caller, caller_left)
+                self._commit(fault, delay_s, asked_at, _read_message(server), caller, caller_left)
             _shut(caller)
             _shut(server)
             upward.join(_CLOSE_TIMEOUT_S)
@@ -180,6 +198,7 @@ class FaultProxy:
     def _commit(
         self,
         fault: ReplyFault,
+        delay_s: float,
         asked_at: float,
         reply: bytes,
         caller: socket.socket,
@@ -189,13 +208,16 @@ class FaultProxy:
             body_start = reply.find(_END_OF_HEAD) + len(_END_OF_HEAD)
             reply = reply[: body_start + (len(reply) - body_start) // 2]
         else:
-            end = time.monotonic() + self._delay_s
+            end = time.monotonic() + delay_s
             while not caller_left.wait(_WAIT_SLICE_S) and not self._closed and time.monotonic() < end:
                 continue
-        with self._changed:
-            self._committed.append(Committed(fault, asked_at, time.time(), len(reply), caller_left.is_set()))
+        self._note(Committed(fault, asked_at, time.time(), len(reply), caller_left.is_set()))
         if not caller_left.is_set():
             caller.sendall(reply)
+
+    def _note(self, committed: Committed) -> None:
+        with self._changed:
+            self._committed.append(committed)
 
 
 def _read_head(caller: socket.socket) -> bytes:
@@ -215,9 +237,8 @@ def _is_rollout(head: bytes) -> bool:
     return lines[0].startswith(f"post {protocol.INFER} ") and not of_round
 
 
-def _read_reply(server: socket.socket) -> bytes:
-    """One whole HTTP reply that says its length."""
-    data = b""
+def _read_message(source: socket.socket, data: bytes = b"") -> bytes:
+    """One whole HTTP request or reply that says its length; ``data`` is what was read of it before."""
     while True:
         head, found, body = data.partition(_END_OF_HEAD)
         if found:
@@ -228,7 +249,7 @@ def _read_reply(server: socket.socket) -> bytes:
             ]
             if lengths and len(body) >= lengths[0]:
                 return data
-        chunk = server.recv(_CHUNK_BYTES)
+        chunk = source.recv(_CHUNK_BYTES)
         if not chunk:
             return data
         data += chunk
