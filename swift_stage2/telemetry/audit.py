@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from swift_stage2.telemetry.storage_warning import StorageWarning
 
@@ -31,6 +31,9 @@ def audit_path(run_dir: Path, rank: int) -> Path:
 
 class AuditLog:
     """Appends one rank's records. Safe for any number of threads; never raises for the disk's sake."""
+
+    put: ClassVar[Callable[[int, bytes], int]] = staticmethod(os.write)
+    """How bytes reach a descriptor; the fault bench sets a slow one."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class AuditLog:
         descriptor = self._open()
         rest = b"\n" + line if self._mid_line else line
         while rest:
-            written = os.write(descriptor, rest)
+            written = AuditLog.put(descriptor, rest)
             rest = rest[written:]
             self._mid_line = bool(rest)
 

@@ -147,7 +147,7 @@ def test_records_go_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pyt
         return written
 
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(os, "write", write)
+        full_disk.setattr(AuditLog, "put", staticmethod(write))
         for number in (1, 2, 3):
             log.write("step", step=number)
     log.write("step", step=4)

@@ -1,4 +1,4 @@
-"""An ``--external_plugins`` file for ms-swift: the real trainer, whose weight transport commits faults on demand.
+"""An ``--external_plugins`` file for ms-swift: the real trainer, whose transport and disk commit faults on demand.
 
 Everything else of the learner is what a user runs. Given to the jobs of ``swift-stage2 bench faults``.
 """
@@ -10,7 +10,9 @@ from swift_stage2.trainer import Stage2Trainer  # isort: skip, it must be import
 from swift.trainers import TrainerFactory
 
 from swift_stage2.bench.faults.faulty_transport import FaultyTransport, PushHistory
+from swift_stage2.bench.faults.slow_disk import SlowDisk
 from swift_stage2.bench.faults.switches import Switches
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.weight_transport import WeightTransport
 
 
@@ -21,6 +23,7 @@ class FaultyTrainer(Stage2Trainer):
         super().__init__(*args, **kwargs)
         self._switches = Switches.from_environment()
         self._history = PushHistory()
+        AuditLog.put = staticmethod(SlowDisk(self._switches).write)
 
     def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
         return FaultyTransport(transport, self._switches, self._history)

@@ -18,6 +18,7 @@ VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
 PUSH = "push"  # learner: what its transport does to the weights of a round, a ``PushFault``
 PUSH_HELD = "push_held"  # bench: the second bucket waits
 PUSH_RELEASED = "push_released"  # learner: let it go
+SLOW_DISK = "slow_disk"  # learner: seconds that every write of its audit and ledger takes longer
 INSTALL = "install"  # our server: an ``InstallFault``
 INSTALL_SEEN = "install_seen"  # bench: the one that its engine commits now
 
