@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.faults.proxy import FaultProxy, ReplyFault
 
 _TIMEOUT_S = 20.0
+# Closed with a part of the request unread, a connection is reset; with all of it read, it just ends.
+_WITHOUT_ANSWER = (httpx.RemoteProtocolError, httpx.NetworkError)
 
 
 @pytest.fixture
@@ -122,12 +125,27 @@ def test_the_gate_holds_rollouts_and_lets_everything_else_pass(
 
 
 def test_a_dead_server_looks_dead() -> None:
-    # Closed with a part of the request unread, a connection is reset; with all of it read, it just ends.
-    without_answer = (httpx.RemoteProtocolError, httpx.NetworkError)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with FaultProxy(unused.getsockname()[1]) as proxy, pytest.raises(without_answer):
+        with FaultProxy(unused.getsockname()[1]) as proxy, pytest.raises(_WITHOUT_ANSWER):
             post(proxy)
+
+
+def test_a_server_that_is_killed_while_it_computes_looks_dead_at_once() -> None:
+    """The kernel resets its connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def die() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+
+        server = threading.Thread(target=die, daemon=True)
+        server.start()
+        with FaultProxy(listener.getsockname()[1]) as proxy, pytest.raises(_WITHOUT_ANSWER):
+            httpx.get(f"http://127.0.0.1:{proxy.port}/", trust_env=False, timeout=_TIMEOUT_S)
+        server.join(_TIMEOUT_S)
 
 
 def test_the_port_is_free_after_the_end(server: FakeRolloutServer) -> None:

@@ -187,13 +187,17 @@ class FaultProxy:
                 target=_pump_up, args=(caller, server, caller_left), name="fault-proxy-up", daemon=True
             )
             upward.start()
-            if fault is None:
-                _pump(server, caller)
-            else:
-                self._commit(fault, delay_s, asked_at, _read_message(server), caller, caller_left)
-            _shut(caller)
-            _shut(server)
-            upward.join(_CLOSE_TIMEOUT_S)
+            try:
+                if fault is None:
+                    _pump(server, caller)
+                else:
+                    self._commit(fault, delay_s, asked_at, _read_message(server), caller, caller_left)
+            finally:
+                # Also when the server was killed: closed alone, the caller would not hear of it, because the other
+                # thread still reads from it.
+                _shut(caller)
+                _shut(server)
+                upward.join(_CLOSE_TIMEOUT_S)
 
     def _commit(
         self,
