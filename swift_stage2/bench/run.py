@@ -33,6 +33,10 @@ BENCHES = {
         "swift_stage2.bench.pending",
         "how long sync rounds wait for rollouts, with aborts and without",
     ),
+    "soak": (
+        "swift_stage2.bench.faults.soak",
+        "a long run under random faults: is anything lost, does anything grow?",
+    ),
     "sync": (
         "swift_stage2.bench.sync",
         "a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",

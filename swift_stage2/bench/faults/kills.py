@@ -155,7 +155,8 @@ class _Run:
         if checkpoint is not None:
             swift["resume_from_checkpoint"] = str(checkpoint)
         settings = JobSettings(swift=swift)
-        job = self._bench.start_job(name, self._directory, self._rows, group_port, settings)
+        ports = (self._bench.ready_server().port, group_port)
+        job = self._bench.start_job(name, self._directory, self._rows, ports, settings)
         job.step()  # takes in what earlier processes wrote
         return job
 

@@ -127,18 +127,18 @@ class FaultBench:
         return server
 
     def start_job(
-        self, name: str, directory: Path, rows: Path, group_port: int, settings: JobSettings
+        self, name: str, directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings
     ) -> TrainingJob:
-        """A learner on that server. Its caller ends it."""
-        server = self.ready_server()
+        """A learner that is told ``ports``, of HTTP and of the weight group. Its caller ends it."""
+        assert self._server is not None
         return TrainingJob(
             f"{self._kind}-learner-{name}",
             self._job,
             self._moment,
             directory,
             rows,
-            (server.port, group_port),
-            server.switches,
+            ports,
+            self._server.switches,
             settings,
         )
 
@@ -156,16 +156,7 @@ class FaultBench:
             proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
             port = proxy.port if proxy else server.port
             (group_port,) = free_ports(1)
-            job = TrainingJob(
-                f"{self._kind}-learner-{row.name}",
-                self._job,
-                self._moment,
-                directory,
-                self._rows_of(row),
-                (port, group_port),
-                server.switches,
-                row.settings,
-            )
+            job = self.start_job(row.name, directory, self._rows_of(row), (port, group_port), row.settings)
             stack.callback(job.end)
             scene = Scene(server, job, server.switches, proxy)
             if not row.foreign:

@@ -129,18 +129,22 @@ class TestedServer:
                 log = self._tree.log_path if self._tree else "no log"
                 raise ChildFailed(f"the {self.kind} server must answer at {self.base_url}; see {log}")
 
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Everything of it that runs."""
+        # The first is the warden, which is the bench's own.
+        return leftovers.tree_of(self._tree.pid)[1:] if self._tree else []
+
     def watch(self) -> None:
         """Notes what the server holds now that can outlive it."""
-        if self._tree is not None:
-            # The first is the warden, which is the bench's own.
-            self._seen = leftovers.tree_of(self._tree.pid)[1:] or self._seen
-            self.shared_memory |= mapped_by(self._seen)
+        self._seen = self.processes or self._seen
+        self.shared_memory |= mapped_by(self._seen)
 
     def kill(self) -> None:
         """SIGKILL to everything of it at once; returns when it has gone."""
         self.watch()
         tree = self._require_tree()
-        left = leftovers.kill_all(lambda: leftovers.tree_of(tree.pid)[1:], _KILL_DEADLINE_S)
+        left = leftovers.kill_all(lambda: self.processes, _KILL_DEADLINE_S)
         if left:
             raise ChildFailed(f"processes that SIGKILL did not end: {[process.pid for process in left]}")
         self._wait_for_warden(tree)

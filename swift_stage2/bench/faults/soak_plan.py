@@ -16,7 +16,10 @@ from swift_stage2.bench.faults.slow_disk import LONGEST_WRITE_S
 from swift_stage2.errors import UserError
 
 NUM_WARM_STEPS = 16
+NUM_LAST_STEPS = 40
+"""Without a new fault, so that the last one may heal late without meeting the end of the run."""
 ROOM_STEPS = 16
+FEWEST_STEPS = NUM_WARM_STEPS + ROOM_STEPS + NUM_LAST_STEPS
 _SPREAD = 1.4  # of all steps, over those that faults need to heal
 
 
@@ -60,7 +63,7 @@ def plan_faults(
     """
     rng = random.Random(seed)
     rooms = dict.fromkeys(FaultKind, ROOM_STEPS) | {FaultKind.KILL_SERVER: kill_room_steps}
-    usable = num_steps - NUM_WARM_STEPS
+    usable = num_steps - NUM_WARM_STEPS - NUM_LAST_STEPS
     times = max(1, int(usable / (_SPREAD * sum(rooms.values()))))
     kinds = list(FaultKind) * times
     rng.shuffle(kinds)
@@ -69,9 +72,7 @@ def plan_faults(
         if sum(rooms[each] for each in fitting) + rooms[kind] <= usable:
             fitting.append(kind)
     if not fitting:
-        raise UserError(
-            f"--steps must leave room for a fault, got {num_steps}; write {NUM_WARM_STEPS + ROOM_STEPS} or more"
-        )
+        raise UserError(f"--steps must leave room for a fault, got {num_steps}; write {FEWEST_STEPS} or more")
     steps = _spread([rooms[kind] for kind in fitting], usable, rng)
     return tuple(
         _fault(kind, NUM_WARM_STEPS + step, num_ranks, rng) for kind, step in zip(fitting, steps, strict=True)

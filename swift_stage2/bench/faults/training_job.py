@@ -81,6 +81,8 @@ class TrainingJob:
         self.records: list[list[Record]] = [[] for _ in range(NUM_RANKS)]
         self.group_port = ports[1]
         self.shared_memory: set[str] = set()
+        self.watch: Callable[[], None] = lambda: None
+        """Called at every step(), once what was written is taken in."""
         self._moment = moment
         config_path = _write_config(directory, rows, ports, settings)
         plan = plan_launch(
@@ -101,6 +103,11 @@ class TrainingJob:
     def run_dir(self) -> Path:
         """ms-swift's output directory."""
         return self.directory / "run"
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._tree.poll()
 
     @property
     def num_steps(self) -> int:
@@ -125,6 +132,7 @@ class TrainingJob:
             self._watched_at = time.monotonic()
             self._seen = leftovers.tree_of(self._tree.pid)[1:] or self._seen
             self.shared_memory |= mapped_by(self._seen)
+        self.watch()
 
     def wait_for(self, holds: Callable[[], object], what: str, timeout_s: float) -> None:
         """Trains on until something holds.
@@ -161,7 +169,7 @@ class TrainingJob:
         """SIGKILL; returns after how many seconds nothing of the job was left, None if that took too long."""
         started = time.monotonic()
         # Before torchrun has started it, there is no rank to kill.
-        for process in self._processes_of(victim) or self._processes_of(Victim.JOB):
+        for process in self.processes_of(victim) or self.processes_of(Victim.JOB):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         while self._tree.poll() is None:
@@ -173,14 +181,23 @@ class TrainingJob:
 
     def stop(self) -> int:
         """SIGTERM to one rank, as a scheduler would; returns the exit status of the whole job."""
-        for process in self._processes_of(Victim.RANK_0):
+        for process in self.processes_of(Victim.RANK_0):
             process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + _STOP_DEADLINE_S
+        return self.wait_until_it_ends(_STOP_DEADLINE_S)
+
+    def wait_until_it_ends(self, timeout_s: float) -> int:
+        """Waits for the whole job; returns its exit status.
+
+        Raises:
+            ChildFailed: it took too long.
+        """
+        end = time.monotonic() + timeout_s
         while (status := self._tree.poll()) is None:
             self.step()
             if time.monotonic() >= end:
                 raise ChildFailed(
-                    f"the learner must stop within {_STOP_DEADLINE_S:.0f} s; see {self._tree.log_path}"
+                    f"the learner must end within {timeout_s:.0f} s; see {self._tree.log_path}: "
+                    f"{last_cause(self._tree.log_path)}"
                 )
         self.step()
         return status
@@ -194,7 +211,8 @@ class TrainingJob:
             while self._tree.poll() is None and time.monotonic() < end:
                 self._moment()
 
-    def _processes_of(self, victim: Victim) -> list[psutil.Process]:
+    def processes_of(self, victim: Victim) -> list[psutil.Process]:
+        """Those that run now; ranks in order."""
         below = leftovers.tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
         ranks = sorted(
             (process for process in below if _is_rank(process, self._config_path)),
