@@ -66,6 +66,28 @@ def test_the_round_before_arrives_once_more_also_over_a_new_transport(switches: 
     assert real.sent == [[5.0], [6.0]]
 
 
+def test_buckets_are_kept_in_the_same_memory_round_after_round(switches: Switches) -> None:
+    real, history = Real(), PushHistory()
+    for number in range(6):
+        push(FaultyTransport(real, switches, history), number, number + 0.5)
+        if number == 1:
+            kept = {bucket.data_ptr() for bucket in (*history.last, *history.present)}
+    assert {bucket.data_ptr() for bucket in (*history.last, *history.present)} == kept
+    assert [bucket.item() for bucket in history.last] == [4.0, 4.5]
+    assert [bucket.item() for bucket in history.present] == [5.0, 5.5]
+
+
+def test_rounds_of_other_buckets_are_kept_as_they_were_sent(switches: Switches) -> None:
+    history = PushHistory()
+    for sizes in ((1, 1, 1), (2, 1), (3, 1), (1, 2, 2)):
+        history.begin_round()
+        for number, size in enumerate(sizes):
+            history.keep(number, torch.full((size,), float(size)))
+        assert [bucket.tolist() for bucket in history.present][: len(sizes)] == [
+            [float(s)] * s for s in sizes
+        ]
+
+
 def test_the_second_bucket_waits_until_it_is_let_go(switches: Switches) -> None:
     real = Real()
     switches.set(PUSH, PushFault.HOLD)

@@ -23,14 +23,24 @@ class PushFault(StrEnum):
 
 
 class PushHistory:
-    """The buckets of the present and of the last round; outlives transports, which may be made anew for each."""
+    """The buckets of the present and of the last round; outlives transports, which may be made anew for each.
+
+    Two sets of buffers take turns: memory that comes and goes with every round would look like a leak of the learner.
+    """
 
     def __init__(self) -> None:
         self.last: list[torch.Tensor] = []
         self.present: list[torch.Tensor] = []
 
     def begin_round(self) -> None:
-        self.last, self.present = self.present, []
+        self.last, self.present = self.present, self.last
+
+    def keep(self, number: int, flat: torch.Tensor) -> None:
+        """Copies one bucket of the present round; ``number`` counts from 0."""
+        if number < len(self.present) and self.present[number].shape == flat.shape:
+            self.present[number].copy_(flat)
+        else:
+            self.present[number:] = [flat.clone()]
 
 
 class FaultyTransport:
@@ -57,7 +67,7 @@ class FaultyTransport:
             flat = torch.zeros_like(flat)
         elif fault == PushFault.REPEAT:
             flat = self._history.last[number]
-        self._history.present.append(flat.clone())
+        self._history.keep(number, flat)
         self._real.send(flat, deadline)
 
     def is_lost(self) -> bool:
