@@ -252,8 +252,15 @@ def test_whatever_must_not_be_is_a_problem(tmp_path: Path, change: dict[str, Any
 
 
 def test_what_rises_is_a_problem(tmp_path: Path) -> None:
-    report = replace(whole(tmp_path), trends=trends_of([[], []], samples(0, 0.05)))
-    assert report.problems(2000) == ["RSS, MiB of rank 0 rises"]
+    trends = trends_of([audit(0, 2000)], samples(0, 0.05))
+    assert replace(whole(tmp_path), trends=trends).problems(2000) == ["RSS, MiB of rank 0 rises"]
+
+
+def test_a_long_soak_without_samples_shows_nothing_and_a_short_one_need_not(tmp_path: Path) -> None:
+    report = replace(whole(tmp_path), trends=trends_of([audit(0, 2000)], []))
+    missing = [f"{quantity} of rank 0: too few values" for quantity in list(Quantity)[:4]]
+    assert report.problems(2000) == missing
+    assert replace(report, num_steps=150).problems(150) == []
 
 
 def test_a_sample_that_was_trained_twice_is_counted(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ class ReplyFault(StrEnum):
     """What becomes of the reply of the next rollout."""
 
     HTTP_500 = "500"  # the server is not asked, the proxy answers in its place
-
     CUT = "cut"  # half of it, then the connection ends
     DELAY = "delay"  # it is kept until the caller has gone, or for so many seconds
 

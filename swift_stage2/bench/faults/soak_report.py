@@ -14,7 +14,7 @@ from typing import Any
 
 from swift_stage2.bench.faults.accounting import FaultReport, Gap, Moments, gaps, pause, report
 from swift_stage2.bench.faults.soak_plan import FaultKind
-from swift_stage2.bench.faults.soak_trend import Tolerance, Trend, Verdict, trend
+from swift_stage2.bench.faults.soak_trend import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import RunAccount
@@ -118,12 +118,13 @@ class SoakReport:
         ):
             if number != right:
                 found.append(f"{what}: {number} instead of {right}")
-        found += [
-            f"{quantity} of rank {rank} rises"
-            for rank, trends in self.trends.items()
-            for quantity, each in trends.items()
-            if each and each.verdict is Verdict.RISING
-        ]
+        judged = wanted_steps >= 2 * FEWEST_STEPS
+        for rank, trends in self.trends.items():
+            for quantity, each in trends.items():
+                if each is None and judged:
+                    found.append(f"{quantity} of rank {rank}: too few values")
+                elif each and each.verdict is Verdict.RISING:
+                    found.append(f"{quantity} of rank {rank} rises")
         return found
 
 
