@@ -92,7 +92,11 @@ def _run(
     with ExitStack() as stack:
         with _on(learner_cores):
             job = bench.start_job(
-                "outage", directory / "job", rows, group_port, JobSettings(b_ratio=_B_RATIO)
+                "outage",
+                directory / "job",
+                rows,
+                (server.port, group_port),
+                JobSettings(b_ratio=_B_RATIO),
             )
         stack.callback(job.end)
         Scene(server, job, server.switches, None).warm_up()
