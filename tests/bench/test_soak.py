@@ -274,7 +274,7 @@ def test_a_sample_that_was_trained_twice_is_counted(tmp_path: Path) -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", ["0", "-5", "71"])
+@pytest.mark.parametrize("steps", ["0", "-5", "75"])
 def test_a_run_without_room_for_a_fault_is_refused_before_anything_is_written(
     tmp_path: Path, steps: str
 ) -> None:

@@ -18,7 +18,7 @@ from swift_stage2.errors import UserError
 NUM_WARM_STEPS = 16
 NUM_LAST_STEPS = 40
 """Without a new fault, so that the last one may heal late without meeting the end of the run."""
-ROOM_STEPS = 16
+ROOM_STEPS = 20
 FEWEST_STEPS = NUM_WARM_STEPS + ROOM_STEPS + NUM_LAST_STEPS
 _SPREAD = 1.4  # of all steps, over those that faults need to heal
 
@@ -104,4 +104,4 @@ def _fault(kind: FaultKind, step: int, num_ranks: int, rng: random.Random) -> Pl
             seconds = rng.uniform(0.5, 4.0)
             return PlannedFault(step=step, kind=kind, seconds=seconds, rank=rng.randrange(num_ranks))
         case FaultKind.STOP_SERVER:
-            return PlannedFault(step=step, kind=kind, seconds=rng.uniform(0.5, 6.0))
+            return PlannedFault(step=step, kind=kind, seconds=rng.uniform(0.5, 4.0))
