@@ -212,8 +212,6 @@ class Learner:
             # Every rank's fence is closed by now, so that nothing enters behind an abort.
             b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
             return  # stays pending; training goes on
-        if b.evaluation is not None:
-            b.evaluation.end_before_round(step)
         targets = b.rounds.targets(step)
         if not targets:
             b.rounds.finish(step, proven=(), failed=())

@@ -71,11 +71,6 @@ class PinnedEvaluation:
             self.part.ask_no_more()
         return held
 
-    def end_before_round(self, step: int) -> None:
-        """A round runs at ``step``, and with it the version of what was cut is over."""
-        if self._schedule.running is not None:
-            self._end(step, EvaluationEnd.ROUND_DUE)
-
     def observe(
         self, step: int, outcome: GateOutcome, *, version: int, has_server: bool, pending: bool
     ) -> None:
@@ -102,7 +97,9 @@ class PinnedEvaluation:
         mine = self.part.end()
         counts = EvaluationCounts.decode(self._control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
-        record = EvaluationRecord(self._schedule.end(), step, end, counts)
+        # What a stop ends is asked again by the run that resumes.
+        ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
+        record = EvaluationRecord(ended, step, end, counts)
         self._record(record)
         if self._control.rank == 0:
             logger.info(

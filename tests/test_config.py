@@ -94,6 +94,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         (f"{PREFETCH}.prefetch_target_packs", 9, ["prefetch_target_packs=9", "queue_limit=8", "queue_limit: 9"]),
         (f"{PREFETCH}.prefetch_target_packs", 2, ["B could never run", "gradient_accumulation_steps=4", "=2"]),
         (f"{PREFETCH}.max_attempts", 0, ["max_attempts=0"]),
+        ("rollout.max_inflight_per_server", 4097, ["max_inflight_per_server=4097", "at most 4096"]),
         ("swift.gradient_accumulation_steps", 5, ["B could never run", "=5", "prefetch_target_packs=4"]),
         ("swift.gradient_accumulation_steps", 0, ["gradient_accumulation_steps=0", "at least 1"]),
         ("swift.gradient_accumulation_steps", "4", ["gradient_accumulation_steps='4'", "integer"]),

@@ -187,6 +187,14 @@ def test_an_evaluation_is_cut_short_where_a_round_can_wait_no_longer(results: li
         assert scenario["rounds"] == [0, 7], "due at 5, two steps later at most"
 
 
+def test_a_cut_evaluation_counts_what_is_matched_after_the_round(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_matches_late"]
+        assert scenario["rounds"] == [0, 7], "matching delays no round"
+        assert scenario["evaluations"] == [[4, 4, 9, 1, "round_due", 6]]
+        assert scenario["versions"] == [1, 2], "the one that fell due at 8 begins after it"
+
+
 def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["evaluation_without_server"]
@@ -214,6 +222,7 @@ def test_an_evaluation_that_falls_into_a_pending_round_waits_for_its_end(
 def test_an_evaluation_ends_with_training(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["evaluation_stopped"]["evaluations"] == [[4, 4, 6, 1, "training_ends", 4]]
+        assert result["evaluation_stopped"]["unfinished"] == 4, "the run that resumes begins it again"
         assert result["evaluation_at_the_end"]["evaluations"] == [[4, 4, 8, 1, "training_ends", 4]]
         assert result["evaluation_at_the_end"]["versions"] == [1]
 

@@ -85,12 +85,14 @@ class StandInPart:
     versions: list[int] = field(default_factory=list)
     num_answered: int = 0
     is_finished: bool = True
+    is_asking: bool = False
 
     def begin(self, version: int) -> None:
         self.versions.append(version)
         self.is_finished = False
 
-    def ask_no_more(self) -> None: ...
+    def ask_no_more(self) -> None:
+        self.is_finished = not self.is_asking
 
     def end(self) -> EvaluationCounts:
         self.is_finished = True
@@ -269,6 +271,15 @@ def finish(learner: Any, b: Any, part: StandInPart) -> None:
 
 def answer_one(learner: Any, b: Any, part: StandInPart) -> None:
     part.num_answered = 1
+
+
+def match(learner: Any, b: Any, part: StandInPart) -> None:
+    """One is counted, another one answered: nothing is in flight, and it is still to be counted."""
+    part.num_answered, part.is_asking = 1, True
+
+
+def count_last(learner: Any, b: Any, part: StandInPart) -> None:
+    part.num_answered, part.is_asking, part.is_finished = 2, False, True
 
 
 def lose_the_server(learner: Any, b: Any, part: StandInPart) -> None:
@@ -483,6 +494,9 @@ SCENARIOS = {
     "stop": stop_is_agreed,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
+    "evaluation_matches_late": lambda: evaluating(
+        12, sync_every=5, delay=2, after_5=match, after_8=count_last
+    ),
     "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),
     "evaluation_without_pipeline": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_pipeline),
     "evaluation_deferred": evaluation_waits_for_a_pending_round,

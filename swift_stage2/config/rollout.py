@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from swift_stage2.config import rules
 from swift_stage2.errors import ConfigError
 
+MAX_REQUESTS_PER_POST = 4096
+"""Of one rank to one server: every POST's seeds leave room for as many requests."""
+
 
 class SyncMode(StrEnum):
     """What a sync round sends: all weights, merged under LoRA. There is no other mode."""
@@ -127,6 +130,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rules.not_blank("api_key_env", self.api_key_env)
         rules.at_least("max_inflight_per_server", self.max_inflight_per_server, 1)
+        rules.above_zero("max_inflight_per_server", self.max_inflight_per_server, MAX_REQUESTS_PER_POST)
         rules.deadline("request_timeout_s", self.request_timeout_s)
         rules.deadline("start_timeout_s", self.start_timeout_s)
         _refuse_twice("base_url", [server.base_url for server in self.servers])

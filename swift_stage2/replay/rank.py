@@ -16,7 +16,7 @@ from swift_stage2 import resume
 from swift_stage2.assembly import Stage2Run, detection_task, progress_watch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import Rows
-from swift_stage2.collectives import join_control_group, together
+from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
@@ -60,6 +60,7 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
         with _runs_made_by(partial(_make_run, recorded, learners)):
             run_pipeline(config, str(config_path), asks_servers=False)
     except ReplayDiffers as error:
+        leave_job()  # raised on every rank alike
         difference = str(error)
     num_compared = learners[0].num_compared if learners else 0
     return Verdict(

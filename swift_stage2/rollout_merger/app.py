@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
@@ -23,7 +24,6 @@ from swift_stage2.rollout_merger.silence_watch import SilenceWatch
 from swift_stage2.rollout_merger.upstream import Upstream
 
 _log = logging.getLogger(__name__)
-_MAX_REQUESTS_PER_POST = 4096  # room that every rank leaves behind each of its seeds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +92,8 @@ def _positive(text: str) -> int:
 
 def _batch_size(text: str) -> int:
     number = _positive(text)
-    if number > _MAX_REQUESTS_PER_POST:
-        raise argparse.ArgumentTypeError(f"must be at most {_MAX_REQUESTS_PER_POST}, got {number}")
+    if number > MAX_REQUESTS_PER_POST:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_REQUESTS_PER_POST}, got {number}")
     return number
 
 

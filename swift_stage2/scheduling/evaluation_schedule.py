@@ -1,8 +1,9 @@
 """Decides when an evaluation falls due, begins, holds a sync round back, and ends; identical on all ranks.
 
-One evaluation runs at a time, under one version: while it runs no round falls due, at most ``max_round_delay_steps``
-steps beyond the step at which the round would have been due. Then it is cut: it asks for no more, and ends before the
-round runs. Fed only with facts that all ranks agreed on; called by the pinned evaluation at every step.
+One evaluation runs at a time, under one version: while it asks no round falls due, at most ``max_round_delay_steps``
+steps beyond the step at which the round would have been due. Then it is cut: it asks for no more, and ends once what
+was in flight is counted; the round waits for what is in flight, not for the counting. Fed only with facts that all
+ranks agreed on; called by the pinned evaluation at every step.
 """
 
 from __future__ import annotations
@@ -83,11 +84,13 @@ class EvaluationSchedule:
             return EvaluationEnd.TRAINING_ENDS
         return None if has_server else EvaluationEnd.NO_SERVER
 
-    def end(self) -> RunningEvaluation:
-        """What ran runs no more. Raises ValueError when nothing did."""
+    def end(self, *, again: bool = False) -> RunningEvaluation:
+        """What ran runs no more; ``again``: it is due anew, unless a newer one is. Raises ValueError when none ran."""
         ended, self.running, self._round_due_step, self.is_cut = self.running, None, None, False
         if ended is None:
             raise ValueError("only an evaluation that runs can end, got none; ask reason_to_end first")
+        if again and self._due_step is None:
+            self._due_step = ended.due_step
         return ended
 
     def begin_if_due(self, step: int, version: int, *, may_begin: bool) -> RunningEvaluation | None:

@@ -123,6 +123,12 @@ class Telemetry:
         values = self.evaluation.ended(facts)
         if self._board is not None:
             self._board.write_scalars(facts.run.begun_step, values)
+        if facts.counts.num_answered == 0:
+            self.record_warning(
+                f"the evaluation that began at step {facts.run.begun_step} has no answer to {facts.counts.num_wanted} "
+                f"samples ({facts.end}); round_due: rollouts for training left it no time, lower "
+                "stage2_ab.schedule.b_ratio or raise stage2_ab.evaluation.max_round_delay_steps"
+            )
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""

@@ -233,6 +233,9 @@ class EvaluationCountsFacts(Protocol):
     """Sums over all samples and ranks; ``ratios`` by name, absent where nothing was counted."""
 
     @property
+    def num_wanted(self) -> int: ...
+
+    @property
     def num_answered(self) -> int: ...
 
     @property

@@ -227,7 +227,7 @@ class Ledger:
         setting, running = self.setting, b.evaluation._schedule.running
         self.agree(rank, step, "the evaluation that runs", running)
         asks = running is not None and not b.evaluation._schedule.is_cut
-        if (asks and b.rounds.pending) or (running is not None and running.version != b.clock.current):
+        if asks and (b.rounds.pending or running.version != b.clock.current):
             _fail(f"rank {rank}: a round comes under the evaluation of version {running.version}")
         if not b.rounds.proven or b.rounds.pending:
             return

@@ -16,8 +16,8 @@ from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST
 from swift_stage2.config import DecodingConfig
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.server_session import Deadline, ServerSession

@@ -114,6 +114,17 @@ def test_what_had_not_ended_begins_again_after_a_resume() -> None:
     assert schedule.unfinished is None
 
 
+def test_what_a_stop_ends_is_due_again_unless_a_newer_one_is() -> None:
+    schedule = make()
+    schedule.begin_if_due(10, 1, may_begin=True)
+    schedule.end(again=True)
+    assert schedule.unfinished == 10
+    schedule.begin_if_due(13, 1, may_begin=True)
+    schedule.begin_if_due(20, 1, may_begin=True)
+    schedule.end(again=True)
+    assert schedule.unfinished == 20
+
+
 def test_only_what_runs_can_end() -> None:
     with pytest.raises(ValueError, match="only an evaluation that runs can end"):
         make().end()
@@ -156,8 +167,6 @@ class Run(RuleBasedStateMachine):
         if not held and rounds.is_due(step):
             assert schedule.running is None or schedule.is_cut, "it asks on in a pending round"
             if drained:
-                if schedule.running is not None:
-                    schedule.end()
                 rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
                 self.version += proves
                 self.due_since = None
@@ -177,7 +186,7 @@ class Run(RuleBasedStateMachine):
             assert not self.begun_steps or running.due_step > self.begun_steps[-1], "one is begun twice"
             self.begun_steps.append(running.due_step)
         if schedule.running is not None:
-            assert schedule.running.version == self.version, "the version moved under an evaluation"
+            assert schedule.is_cut or schedule.running.version == self.version, "the version moved under it"
             assert rounds.proven, "an evaluation runs without a server"
             assert step < self.last
         elif may_begin and step < self.last:

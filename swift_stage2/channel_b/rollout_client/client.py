@@ -18,11 +18,12 @@ from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
 from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
-from swift_stage2.channel_b.rollout_client.seeds import MAX_REQUESTS_PER_POST, SeedLedger
+from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import merge_shares
 from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
 from swift_stage2.config import DecodingConfig
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.fence import InferFence
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ import threading
 from functools import lru_cache
 
 from swift_stage2.channel_b.records import SampleKey
-
-MAX_REQUESTS_PER_POST = 4096
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 
 _LARGEST_SEED = 2**31 - 1
 _TURNS_PER_POSITION = 16
