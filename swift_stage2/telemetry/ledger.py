@@ -41,10 +41,11 @@ class Entry(StrEnum):
     CHECKPOINT = "checkpoint"
     """``state`` is the source's, as the checkpoint ``save_id`` before ``step`` holds it."""
     TORN = "torn"
-    """Never written: what the reader puts in the place of a line that is no record."""
+    """Never written: what the reader puts in the place of a line that its process did not come to finish."""
 
 
 _KNOWN_KINDS = {*Entry, GAP}
+_HEAD = b'{"kind":"'  # of every record
 
 
 def ledger_path(run_dir: Path, rank: int) -> Path:
@@ -149,7 +150,9 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """The records of one file, in the order in which they were written; ``Entry.TORN`` where a line is none.
+    """The records of one file, in the order in which they were written.
+
+    Where a line is none: ``Entry.TORN`` if it could be the beginning of one, else a gap of one record.
 
     Raises:
         OSError: the file cannot be read.
@@ -187,8 +190,11 @@ def _parse(line: bytes) -> Record:
         record = json.loads(line)
     except ValueError:
         record = None
-    is_known = isinstance(record, dict) and record.get("kind") in _KNOWN_KINDS
-    return record if is_known else {"kind": str(Entry.TORN)}
+    if isinstance(record, dict) and record.get("kind") in _KNOWN_KINDS:
+        return record
+    if line.startswith(_HEAD) or _HEAD.startswith(line.rstrip(b"\n")):
+        return {"kind": str(Entry.TORN)}
+    return {"kind": GAP, "records_lost": 1}
 
 
 def _entries(keys: Sequence[KeyFacts]) -> list[list[int]]:

@@ -66,7 +66,9 @@ def _replay(rank: int, history: Sequence[Process], num_ever_trained: int) -> Ran
     replay = Replay(rank)
     for record in records:
         replay.take(record)
-    return replay.account(num_resumes=len(history) - 1, num_void=num_ever_trained - replay.num_trained)
+    return replay.account(
+        num_resumes=max(0, len(history) - 1), num_void=num_ever_trained - replay.num_trained
+    )
 
 
 def _compare(histories: Mapping[int, Sequence[Process]]) -> Iterator[Violation]:

@@ -294,6 +294,18 @@ def test_a_torn_last_line_is_dropped_and_one_in_the_middle_is_not(tmp_path: Path
     assert not account_of({0: read_ledger(path)}).is_provable
 
 
+@pytest.mark.parametrize("damage", [b"x", b"\0\0", b"[]", b"7"])
+def test_lines_that_no_kill_explains_are_lost_also_at_the_end(tmp_path: Path, damage: bytes) -> None:
+    records = _good_run(tmp_path)
+    path = tmp_path / "ledger" / "rank0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-2], *(damage + line[1:] for line in lines[-2:])]))
+    account = account_of({0: read_ledger(path)})
+    assert (account.ranks[0].num_records_lost, account.is_provable) == (2, False)
+    path.write_bytes(b"".join(damage + line[1:] for line in lines))
+    assert account_of({0: read_ledger(path)}).ranks[0].num_records_lost == len(records)
+
+
 def test_a_full_disk_raises_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     ledger = Ledger(AuditLog(Path("/dev/full")))
     with caplog.at_level(logging.WARNING):
