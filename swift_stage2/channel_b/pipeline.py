@@ -192,9 +192,11 @@ class Pipeline:
             return False
         if num_samples := self._num_samples_wanted(view):
             return self._produce(num_samples)
+        if self._evaluation is None:
+            return False
         # Training comes first: an evaluation has what production leaves, one batch at a time.
         self._go_on_to("asks servers for an evaluation")
-        return self._evaluation is not None and self._evaluation.ask(view.max_prompts)
+        return self._evaluation.ask(view.max_prompts)
 
     def _num_samples_wanted(self, view: StepView) -> int:
         if view.paused and self._last_version_asked == self._clock.current:
