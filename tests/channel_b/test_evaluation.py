@@ -33,9 +33,13 @@ class Recorder(Unrecorded):
     def __init__(self) -> None:
         self.given_up_rows: dict[int, str] = {}
         self.posts: list[tuple[str, int]] = []
+        self.ends: list[str] = []
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         self.posts.append((server, version))
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
+        self.ends.append(end)
 
     def given_up(self, index: int, message: str) -> None:
         assert index not in self.given_up_rows, "given up twice"
@@ -320,6 +324,23 @@ def test_a_round_that_comes_while_a_ticket_is_waited_for_leaves_nothing_to_ask(
         assert not asking.is_alive()
         assert server.calls == []
         assert scene.part.end().num_failed == 0
+
+
+def test_the_end_of_the_run_cuts_what_is_in_flight(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    forever = threading.Event()
+    with FakeRolloutServer(on_infer=lambda call: echo(call, after=forever)) as server:
+        with make_client(server, InferFence(version=5), Recorder()) as client:
+            scene = Scene(encoder, rows, client=client)
+            scene.part.begin(5)
+            asking = threading.Thread(target=scene.part.ask, args=(2,))
+            asking.start()
+            server.wait_until(lambda: len(server.calls) == 1)
+            client.request_stop()
+            asking.join(PATIENCE_S)
+            assert not asking.is_alive()
+        forever.set()
+    assert scene.events.ends == ["stopped"]
+    assert scene.part.end() == EvaluationCounts(num_wanted=5)
 
 
 def test_a_batch_in_flight_is_bounded_by_what_may_be_in_flight(
