@@ -19,9 +19,9 @@ from swift_stage2.telemetry.ledger import read_ledgers
 pytestmark = pytest.mark.timeout(600)
 
 NUM_STEPS = 86  # the evaluation that falls due at 84 meets the end
-EVERY_STEPS = 7
-NUM_SAMPLES = 21  # an odd number: rank 0 has one more than rank 1
-MAX_DELAY = 3
+EVERY_STEPS = 12
+NUM_SAMPLES = 15  # an odd number: rank 0 has one more than rank 1
+MAX_DELAY = 8  # so many that a busy machine, too, gets through an evaluation
 SYNC_EVERY = 4
 _CLOCKS_S = 0.25  # between a moment and the time that its record bears, on a busy machine
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Serve
         directory,
         rows_file,
         server,
-        b_ratio=0.3,
+        b_ratio=0.2,
         swift={"max_steps": NUM_STEPS, "val_dataset": [str(validation)]},
         evaluation={
             "every_steps": EVERY_STEPS,
@@ -64,7 +64,7 @@ def test_all_ranks_have_the_same_evaluations(run: LearnerRun) -> None:
     )
     assert len({record["due_step"] for record in first}) == len(first) >= NUM_STEPS // EVERY_STEPS // 2
     complete = [record for record in first if record["end"] == "complete"]
-    assert len(complete) >= 3, Counter(record["end"] for record in first)
+    assert len(complete) >= 2, Counter(record["end"] for record in first)
     for record in complete:
         counts = record["counts"]
         assert (counts["num_wanted"], counts["num_answered"], counts["num_failed"]) == (
