@@ -6,7 +6,6 @@ the learner at every step, on the main thread; ``part.ask`` is called by the pip
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +98,6 @@ class PinnedEvaluation:
         ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
         record = EvaluationRecord(ended, step, end, counts)
         self._record(record)
-        if self._control.rank == 0:
-            logger.info(
-                "evaluation of version %d: %d of %d answered, F1 %.3f (%s)",
-                record.run.version,
-                counts.num_answered,
-                counts.num_wanted,
-                counts.ratios.get("f1", float("nan")),
-                end,
-            )
 
 
 def make_evaluation(

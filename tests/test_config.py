@@ -564,6 +564,17 @@ def test_evaluations_need_a_validation_set(tmp_path: Path, rows: dict[str, Any])
         config.check_validation_set(0)  # what ms-swift made of it
 
 
+@pytest.mark.parametrize(
+    "strategy", [{"eval_strategy": "no"}, {"eval_strategy": False}, {"save_strategy": "no"}], ids=str
+)
+def test_a_split_that_ms_swift_drops_is_no_validation_set(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    data = changed("stage2_ab.evaluation", {"every_steps": 50})
+    data["swift"] |= {"dataset": ["t.jsonl"], "split_dataset_ratio": 0.1, **strategy}
+    assert "needs ms-swift's validation set, got none and every_steps=50" in refusal(tmp_path, data)
+    data["swift"]["val_dataset"] = ["v.jsonl"]
+    load(tmp_path, data)
+
+
 def test_evaluations_need_channel_b(tmp_path: Path) -> None:
     data = changed("stage2_ab.evaluation", {"every_steps": 50})
     data["stage2_ab"]["schedule"]["b_ratio"] = 0

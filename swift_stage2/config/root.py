@@ -278,9 +278,10 @@ class Stage2Config:
             )
         # Without a data set here the arguments come from ms-swift's own command line, and only the trainer knows.
         if self.swift.get("dataset"):
-            self.check_validation_set(
-                int(bool(self.swift.get("val_dataset") or self.swift.get("split_dataset_ratio")))
-            )
+            # Without a strategy of its own ms-swift evaluates as it saves; where it does not, it splits nothing off.
+            strategy = self.swift.get("eval_strategy", self.swift.get("save_strategy"))
+            splits = self.swift.get("split_dataset_ratio") and strategy not in ("no", False)
+            self.check_validation_set(int(bool(self.swift.get("val_dataset") or splits)))
 
     def _check_launch(self) -> None:
         started, named = len(self.launch.servers), len(self.rollout.servers)

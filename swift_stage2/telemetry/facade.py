@@ -121,6 +121,7 @@ class Telemetry:
     def record_evaluation(self, facts: EvaluationFacts) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         values = self.evaluation.ended(facts)
+        self._tracker.evaluation(facts)
         if self._board is not None:
             self._board.write_scalars(facts.run.begun_step, values)
         if facts.counts.num_answered == 0:

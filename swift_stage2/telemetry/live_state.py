@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swift_stage2.telemetry.facts import RoundFacts, StepFacts
+from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
 from swift_stage2.telemetry.merging import MergedMetrics
 
 _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
@@ -22,6 +22,18 @@ class LastRound:
     seconds: float
     num_proven: int
     num_servers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastEvaluation:
+    """The most recent evaluation on the servers that has ended."""
+
+    version: int
+    end: str
+    num_answered: int
+    num_wanted: int
+    f1: float | None
+    """None where nothing was counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,7 @@ class LiveState:
     rollouts_per_s: float | None = None
     round_pending: bool = False
     last_round: LastRound | None = None
+    last_evaluation: LastEvaluation | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -123,6 +136,18 @@ class LiveTracker:
             num_servers=len(reports),
         )
         self.state = replace(self.state, last_round=last)
+
+    def evaluation(self, facts: EvaluationFacts) -> None:
+        """Take in an evaluation that has ended."""
+        counts = facts.counts
+        last = LastEvaluation(
+            version=facts.run.version,
+            end=facts.end,
+            num_answered=counts.num_answered,
+            num_wanted=counts.num_wanted,
+            f1=counts.ratios.get("f1"),
+        )
+        self.state = replace(self.state, last_evaluation=last)
 
     def warning(self, message: str) -> None:
         """Keep the newest few."""

@@ -152,6 +152,11 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     yield "version", f"{state.version}{_known(', lag {}', state.version_lag)}{pending}"
     yield "rollouts", _known("{:.1f}/s", state.rollouts_per_s) or "-"
     yield "round", _round(state)
+    if (last := state.last_evaluation) is not None:
+        yield (
+            "evaluation",
+            f"v{last.version}{_known(', F1 {:.3f}', last.f1)}, {last.num_answered} of {last.num_wanted} ({last.end})",
+        )
 
 
 def _queue(state: LiveState) -> str:

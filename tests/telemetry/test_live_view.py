@@ -11,7 +11,7 @@ from run_facts import PLAN_A, PLAN_B, pack, round_outcome, skipped, step
 from terminal import Terminal
 
 from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.live_state import LastRound, LiveState, LiveTracker
+from swift_stage2.telemetry.live_state import LastEvaluation, LastRound, LiveState, LiveTracker
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
 from swift_stage2.telemetry.merging import MergedMetrics
 
@@ -55,6 +55,15 @@ def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
     assert plain_line(LiveState(total_steps=400)) == (
         "step 0/400 | eta - | channel A | B 0 run, 0 skipped | queue - | version 0 | rollouts - | round none yet"
     )
+
+
+@pytest.mark.parametrize(
+    ("answered", "f1", "text"),
+    [(64, 0.4321, "v28, F1 0.432, 64 of 64 (complete)"), (0, None, "v28, 0 of 64 (complete)")],
+)
+def test_an_evaluation_is_shown_once_there_is_one(answered: int, f1: float | None, text: str) -> None:
+    last = LastEvaluation(version=28, end="complete", num_answered=answered, num_wanted=64, f1=f1)
+    assert plain_line(replace(STATE, last_evaluation=last)) == f"{plain_line(STATE)} | evaluation {text}"
 
 
 def test_a_run_without_channel_b_says_nothing_about_it() -> None:

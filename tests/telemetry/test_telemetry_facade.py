@@ -129,6 +129,20 @@ def test_an_evaluation_is_in_every_audit_and_in_no_counter(tmp_path: Path) -> No
     assert "stage2_ab/eval/recall" not in events.tags, "there was no ground truth"
 
 
+def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    run = RunningEvaluation(10, 12, 5)
+    for counts in (EvaluationCounts(num_wanted=4, num_answered=1), EvaluationCounts(num_wanted=4)):
+        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, EvaluationEnd.ROUND_DUE, counts))
+    ranks.close()
+    warnings = [
+        r["message"] for r in read_audit(tmp_path / "audit" / "rank0.jsonl") if r["kind"] == "warning"
+    ]
+    assert len(warnings) == 1
+    assert "the evaluation that began at step 12 has no answer to 4 samples (round_due)" in warnings[0]
+    assert "raise stage2_ab.evaluation.max_round_delay_steps" in warnings[0]
+
+
 def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     plans = [PLAN_A, PLAN_B, PLAN_A, skipped(), PLAN_A, skipped(SkipReason.TRUNCATION_GUARD)]
