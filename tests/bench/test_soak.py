@@ -133,6 +133,14 @@ def fault(kind: FaultKind, at: float, **moments: float) -> CommittedFault:
     )
 
 
+def test_a_step_that_ranks_began_on_both_sides_of_a_fault_is_no_disagreement() -> None:
+    late = [{**record, "time": record["time"] + 0.1} for record in audit(1, 60)]
+    faults = [fault(FaultKind.HTTP_500, 18.2), fault(FaultKind.STOP_RANK, 42.05)]
+    assert kind_reports([audit(0, 60), late], faults, _NOTHING)[1] == 0
+    next(record for record in late if record.get("step") == 50)["version"] = 99
+    assert kind_reports([audit(0, 60), late], faults, _NOTHING)[1] == 1
+
+
 def test_what_becomes_of_a_fault_is_looked_for_up_to_the_next() -> None:
     records = [audit(0, 60, failed_at=20), audit(1, 60, waits_at=42)]
     faults = [fault(FaultKind.HTTP_500, 18.2), fault(FaultKind.STOP_RANK, 41.2)]

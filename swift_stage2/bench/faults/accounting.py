@@ -162,7 +162,7 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
             )
         ),
         b_again_at_step=b_again["step"] - step_of_fault if b_again else None,
-        num_disagreements=_disagreements(records),
+        num_disagreements=num_disagreements(records),
         caught_by=_caught_by(rounds, moments.spoilt_round),
     )
 
@@ -293,7 +293,8 @@ def _counters(records: Sequence[Sequence[Record]]) -> dict[str, int]:
     }
 
 
-def _disagreements(records: Sequence[Sequence[Record]]) -> int:
+def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
+    """Steps of rank 0 that some other rank trained otherwise, or not. ``records[rank]`` is one rank's whole audit."""
     plans = [
         {step["step"]: (step["channel"], step["version"]) for step in _of_kind(part, "step")}
         for part in records

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from swift_stage2.bench.faults.accounting import FaultReport, Gap, Moments, gaps, pause, report
+from swift_stage2.bench.faults.accounting import (
+    FaultReport,
+    Gap,
+    Moments,
+    gaps,
+    num_disagreements,
+    pause,
+    report,
+)
 from swift_stage2.bench.faults.soak_plan import FaultKind
 from swift_stage2.bench.faults.soak_trend import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
 from swift_stage2.telemetry.audit import Record
@@ -150,7 +158,7 @@ def kind_reports(
         for kind in FaultKind
         if any(fault.kind is kind for fault in faults)
     )
-    return kinds, max((each.report.num_disagreements for each in found), default=0)
+    return kinds, num_disagreements(records)
 
 
 @dataclass(frozen=True, slots=True)
