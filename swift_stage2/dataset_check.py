@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import DatasetError, SampleError
 
 _SUFFIX = ".jsonl"
@@ -25,19 +26,24 @@ def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
     """Checks every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
 
     Of a file in another format only that it is there: ms-swift would look for it on a hub. Hub ids are its business.
+    Of a folder ms-swift would take what looks like a train split, or end in a traceback.
 
     Raises:
         DatasetError: names key, file, line, problem and remedy.
+        ConfigError: an argument is neither a path nor a list of paths.
     """
     for argument in ("dataset", "val_dataset"):
-        value = swift_arguments.get(argument) or ()
-        for name in [value] if isinstance(value, str) else list(value):
-            path = Path(str(name).split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
-            is_local = path.suffix in _FILE_SUFFIXES or str(name).startswith(("/", "./", "../"))
+        for name in named_places(swift_arguments, argument):
+            path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
+            is_local = path.suffix in _FILE_SUFFIXES or name.startswith(("/", "./", "../"))
             if is_local and not path.exists():
                 raise DatasetError(
-                    f"swift.{argument} must name files that exist, got {argument}={str(name)!r}; correct the path "
+                    f"swift.{argument} must name files that exist, got {argument}={name!r}; correct the path "
                     f"(relative ones are read from the working directory, {Path.cwd()})"
+                )
+            if path.is_dir():
+                raise DatasetError(
+                    f"swift.{argument} must name files, got {argument}={name!r}, a folder; name the files in it"
                 )
             if path.suffix == _SUFFIX:
                 _check_named(argument, path)

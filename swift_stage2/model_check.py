@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
 
 # ms-swift's argument, and the file that makes a directory what the argument asks for.
@@ -23,15 +24,14 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
     """Checks every local directory that ``model``, ``adapters`` and ``resume_from_checkpoint`` name.
 
     Raises:
-        ConfigError: none of them is given, or a directory is missing or is no checkpoint.
+        ConfigError: none of them is given, one is no path, or a directory is missing or is no checkpoint.
     """
     named = 0
     for argument, mark in _MARKS.items():
-        value = swift_arguments.get(argument) or ()
-        for place in [value] if isinstance(value, str) else list(value):
+        for place in named_places(swift_arguments, argument):
             named += 1
-            if _is_local(str(place)):
-                _check_directory(argument, Path(str(place)).expanduser(), mark)
+            if argument == "resume_from_checkpoint" or _is_local(place):  # no hub holds what a run left
+                _check_directory(argument, Path(place).expanduser(), mark)
     if named == 0:
         raise ConfigError(
             "swift.model must name a checkpoint, got none; write the directory of a stage-1 checkpoint"

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from swift_stage2.dataset_check import check_datasets, check_jsonl
-from swift_stage2.errors import DatasetError
+from swift_stage2.errors import ConfigError, DatasetError
 
 SIZE = (40, 30)
 
@@ -203,3 +203,31 @@ def test_a_bad_row_is_told_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(DatasetError, match=r"^swift\.val_dataset: .*bad\.jsonl:1: every line must be"):
         check_datasets({"val_dataset": str(tmp_path / "bad.jsonl")})
+
+
+@pytest.mark.parametrize(
+    "value", [5, 0, 1.5, True, False, {"a": 1}, {}, [5], [None], [True], [["a.jsonl"]], [""]]
+)
+@pytest.mark.parametrize(("key", "example"), [("dataset", "train.jsonl"), ("val_dataset", "val.jsonl")])
+def test_what_is_no_path_is_told_with_what_to_write(key: str, example: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_datasets({key: value})
+    assert str(refused.value) == (
+        f"swift.{key} must be a path or a list of paths, got {key}={value!r}; write {key}: [{example}]"
+    )
+
+
+@pytest.mark.parametrize("value", [None, "", []])
+def test_no_data_set_of_that_kind_is_no_mistake(value: Any) -> None:
+    check_datasets({"val_dataset": value})
+
+
+def test_a_folder_is_refused_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "rows").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path), "./org", "org/rows", "org/rows#5"):
+        with pytest.raises(DatasetError) as refused:
+            check_datasets({"val_dataset": [name]})
+        assert str(refused.value) == (
+            f"swift.val_dataset must name files, got val_dataset={name!r}, a folder; name the files in it"
+        )

@@ -63,3 +63,33 @@ def test_a_directory_that_is_no_checkpoint_is_named_with_what_it_lacks(checkpoin
 def test_no_checkpoint_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"swift\.model must name a checkpoint, got none"):
         check_model({"dataset": ["d.jsonl"]})
+
+
+def test_a_mistyped_checkpoint_to_resume_from_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        check_model({"model": "org/hub-model", "resume_from_checkpoint": "nowhere/checkpoint-5"})
+    assert str(refused.value) == (
+        "swift.resume_from_checkpoint must be a directory that exists, got "
+        "resume_from_checkpoint='nowhere/checkpoint-5'; check the path"
+    )
+
+
+@pytest.mark.parametrize("value", [5, True, False, {"a": 1}, [None], ["runs/checkpoint-5"]])
+def test_what_is_no_path_is_told_with_what_to_write(value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_model({"model": "org/hub-model", "resume_from_checkpoint": value})
+    assert str(refused.value) == (
+        f"swift.resume_from_checkpoint must be a path, got resume_from_checkpoint={value!r}; "
+        "write resume_from_checkpoint: RUN_DIR/checkpoint-N"
+    )
+
+
+@pytest.mark.parametrize("value", [5, [None], [5]])
+def test_adapters_may_be_several_and_must_be_paths(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"swift\.adapters must be a path or a list of paths, got adapters="
+    ):
+        check_model({"model": "org/hub-model", "adapters": value})

@@ -68,6 +68,34 @@ UNSUPPORTED = (
 )
 
 
+# What each argument that names files or directories may be, and how to write it.
+_ONE = "a path"
+_ANY = "a path or a list of paths"
+_PLACES = {
+    "dataset": (_ANY, "[train.jsonl]"),
+    "val_dataset": (_ANY, "[val.jsonl]"),
+    "adapters": (_ANY, "[RUN_DIR/checkpoint-N]"),
+    "model": (_ONE, "the directory of a stage-1 checkpoint"),
+    "resume_from_checkpoint": (_ONE, "RUN_DIR/checkpoint-N"),
+}
+
+
+def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
+    """The paths and hub ids that one argument of the table above names; none where it is not given.
+
+    Raises:
+        ConfigError: it is something else, as a number, or empty text among others.
+    """
+    value = arguments.get(key)
+    if value is None or value == "":
+        return []
+    kind, example = _PLACES[key]
+    places = value if isinstance(value, list | tuple) and kind == _ANY else [value]
+    if not all(isinstance(place, str) and place for place in places):
+        raise ConfigError(f"swift.{key} must be {kind}, got {key}={value!r}; write {key}: {example}")
+    return list(places)
+
+
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
     """Refuses the first argument of the table above that is set to a refused value.
 
