@@ -57,41 +57,49 @@ def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict
     """This rank's state at ``step``.
 
     Raises:
-        ConfigError: the file is missing or unreadable, or belongs to another step or world size.
+        ConfigError: the file is missing, unreadable or not whole, or belongs to another step, rank or world size.
     """
     _refuse_ranks_without_files(directory, rank, world_size)
-    content = _read(directory, rank)
-    for name, now in (("step", step), ("world_size", world_size), ("rank", rank)):
+    path = _path(directory, rank)
+    content = _read(path)
+    _refuse_other_world_size(path, content, world_size)
+    for name, now in (("step", step), ("rank", rank)):
         if content.get(name) != now:
             raise ConfigError(
-                f"a checkpoint resumes with its own {name}, got {name}={now}, {_path(directory, rank)} has "
-                f"{name}={content.get(name)}; start as many ranks as before, from an unmixed checkpoint: every "
-                "rank goes on in its own share of the data"
+                f"a checkpoint resumes with its own {name}, got {name}={now}, {path} has {name}={content.get(name)}; "
+                "resume from a checkpoint whose files are all of one save"
             )
     state: dict[str, Any] = content["state"]
     return state
 
 
 def read_a_batches(directory: str, rank: int) -> int:
-    """Batches of the epoch's dataloader that channel A had trained when the checkpoint was written."""
-    return int(_read(directory, rank)["a_batches_in_epoch"])
+    """Batches of the epoch's dataloader that channel A had trained when the checkpoint was written.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not whole.
+    """
+    return int(_read(_path(directory, rank))["a_batches_in_epoch"])
 
 
 def _refuse_ranks_without_files(directory: str, rank: int, world_size: int) -> None:
     """A rank that did not exist when the checkpoint was written has no file: the others' tell how many there were."""
     others = sorted(Path(directory).glob("stage2_rank*.json"))
-    if not others or _path(directory, rank).exists():
-        return
-    before = _read(directory, int(others[0].stem.removeprefix("stage2_rank"))).get("world_size")
+    if others and not _path(directory, rank).exists():
+        _refuse_other_world_size(others[0], _read(others[0]), world_size)
+
+
+def _refuse_other_world_size(path: Path, content: dict[str, Any], world_size: int) -> None:
+    before = content.get("world_size")
     if before != world_size:
         raise ConfigError(
-            f"a checkpoint resumes with its own world_size, got world_size={world_size}, {others[0]} has "
-            f"world_size={before}; start as many ranks as before: every rank goes on in its own share of the data"
+            f"a checkpoint resumes with its own world_size, got world_size={world_size}, {path} has "
+            f"world_size={before}; start as many ranks as before (launch.learner.nproc_per_node, or torchrun's "
+            "--nproc_per_node): every rank goes on in its own share of the data"
         )
 
 
-def _read(directory: str, rank: int) -> dict[str, Any]:
-    path = _path(directory, rank)
+def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -104,6 +112,11 @@ def _read(directory: str, rank: int) -> dict[str, Any]:
         raise ConfigError(
             f"{path} must have format={_FORMAT}, got format={record.get('format')}; resume from another checkpoint"
         )
+    for name, kind in (("state", dict), ("a_batches_in_epoch", int)):
+        if not isinstance(record.get(name), kind):
+            raise ConfigError(
+                f"{path} must have {name}, got {name}={record.get(name)!r}; resume from another checkpoint"
+            )
     return record
 
 

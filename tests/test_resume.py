@@ -51,8 +51,16 @@ def test_a_new_state_replaces_the_old_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"step": 41}, r"its own step, got step=41, .*stage2_rank0\.json has step=40"),
-        ({"world_size": 4}, r"its own world_size, got world_size=4, .* has world_size=2"),
+        (
+            {"step": 41},
+            r"its own step, got step=41, .*stage2_rank0\.json has step=40; resume from a checkpoint whose files are "
+            r"all of one save$",
+        ),
+        (
+            {"world_size": 4},
+            r"its own world_size, got world_size=4, .* has world_size=2; start as many ranks as before "
+            r"\(launch\.learner\.nproc_per_node, or torchrun's --nproc_per_node\)",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_step_or_world_is_refused(
@@ -109,4 +117,35 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "stage2_rank0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
     with pytest.raises(ConfigError, match="must have format=2, got format=1"):
+        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+
+
+@pytest.mark.parametrize("name", ["state", "a_batches_in_epoch"])
+@pytest.mark.parametrize("spoil", ["left out", "null", "text"])
+def test_a_file_that_lacks_something_is_named_with_the_remedy(tmp_path: Path, name: str, spoil: str) -> None:
+    _write(tmp_path)
+    path = tmp_path / "stage2_rank0.json"
+    content = json.loads(path.read_text())
+    content[name] = {"null": None, "text": "17"}.get(spoil)
+    if spoil == "left out":
+        del content[name]
+    path.write_text(json.dumps(content))
+    message = rf"stage2_rank0\.json must have {name}, got {name}=.*; resume from another checkpoint$"
+    with pytest.raises(ConfigError, match=message):
+        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+    with pytest.raises(ConfigError, match=message):
+        resume.read_a_batches(str(tmp_path), 0)
+
+
+@pytest.mark.parametrize("content", ["{}", "no JSON"])
+def test_a_stray_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "stage2_rankx.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"stage2_rankx\.json.*; resume from another checkpoint"):
+        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+
+
+def test_a_stray_copy_does_not_stand_in_for_a_ranks_own_file(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rankx.json")
+    with pytest.raises(ConfigError, match=r"cannot read .*stage2_rank0\.json"):
         resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
