@@ -21,11 +21,11 @@ from rich.table import Table
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.demo.scene_files import SceneFiles, num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.training import score, train
 from swift_stage2.errors import UserError
+from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 

@@ -26,9 +26,9 @@ from swift_stage2.bench.client_ranks import ClientRanks
 from swift_stage2.bench.servers import BenchServers, ServerKind
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.grounding_dataset import PROMPT
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import UserError
+from swift_stage2.output_directory import claim_directory
 
 MERGED = "stock merged"
 NAIVE = "stock naive"

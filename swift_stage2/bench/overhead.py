@@ -24,11 +24,11 @@ from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, step_s
 from swift_stage2.config import load_config
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
 from swift_stage2.errors import UserError
+from swift_stage2.output_directory import claim_directory
 
 STEP_CLOCK = Path(__file__).parent / "step_clock.py"
 CLOCK_NAME = "stage2_step_clock"

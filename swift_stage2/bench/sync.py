@@ -28,8 +28,8 @@ from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.bench.sized_model import write_model
 from swift_stage2.collectives import SingleRank
 from swift_stage2.demo.demo_config import free_ports
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.output_directory import claim_directory
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync

@@ -16,16 +16,25 @@ from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
 from swift_stage2.launch.rank_end import as_rank
+from swift_stage2.output_directory import claim_directory
 from swift_stage2.replay.recorded_run import RecordedRun, read_run
-from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict, verdict_path
+from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict
 from swift_stage2.surroundings import ENVIRONMENT_NAMES
+
+_MARKER = ".swift-stage2-replay"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replays and returns the exit status."""
+    """Replays and returns the exit status.
+
+    Raises:
+        UserError: there is nothing to replay, or no place for what it writes.
+    """
     options = _parser().parse_args(argv)
     run_dir = options.run_dir.absolute()
     output = (options.output or options.run_dir / "replay").absolute()
+    if run_dir.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"--output must not hold the run itself, got {output}; name another directory")
     if "RANK" in os.environ:
         return as_rank(lambda: _be_rank(run_dir, output, unfinished=options.unfinished))
     return _start_ranks(read_run(run_dir, unfinished=options.unfinished), output)
@@ -45,14 +54,15 @@ def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
     verdict = replay_rank(recorded, output, rank=rank)
     if rank == 0:
         verdict.write(output)
-        _say(verdict.sentence)
+        if EXIT_STATUS_FILE not in os.environ:  # else who started the ranks tells it
+            _say(verdict.sentence)
     return verdict.status
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
+    claim_directory(output, keep=False, marker=_MARKER)
     logs = output / "logs"
     status_file = logs / "replay.exit_status"
-    verdict_path(output).unlink(missing_ok=True)
     outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}
     more = [] if recorded.unfinished_step is None else ["--unfinished"]
     learner = torchrun_command(
@@ -93,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="DIR",
-        help="gets logs and verdict (default RUN_DIR/replay); no checkpoint",
+        help="gets logs and verdict, no checkpoint (default RUN_DIR/replay); an earlier replay there is replaced",
     )
     parser.add_argument(
         "--unfinished",

@@ -35,7 +35,7 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
     """Takes the recorded steps, on as many ranks as the run had. Every rank comes to the same verdict.
 
     Raises:
-        UserError: threads, device, data, model or checkpoint are not the run's.
+        UserError: threads, device, data, model or checkpoint are not the run's, or ``output`` cannot be written.
     """
     directory = recorded.surroundings["directory"]
     with ExitStack() as stack:
@@ -50,8 +50,13 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
 
 def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
     config_path = output / "config" / f"rank{rank}.yaml"
-    config_path.parent.mkdir(parents=True, exist_ok=True)
-    config_path.write_text(write_yaml(_config_of(recorded, output)), encoding="utf-8")
+    try:
+        config_path.parent.mkdir(parents=True, exist_ok=True)
+        config_path.write_text(write_yaml(_config_of(recorded, output)), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written, got {output} ({error}); name another one"
+        ) from error
     config = load_config(config_path)
     _check_checkpoint(recorded, config, rank)
     learners: list[ReplayedLearner] = []

@@ -12,6 +12,9 @@ from recorded_files import RecordedRank
 
 from swift_stage2.assembly import start_run
 from swift_stage2.cli import main
+from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.output_directory import claim_directory
+from swift_stage2.replay import command
 from swift_stage2.replay.verdict import Verdict, read_verdict
 from swift_stage2.trainer import Stage2Trainer
 
@@ -56,6 +59,87 @@ def test_a_missing_data_set_is_one_line_and_status_2(
     assert "wandb" not in written
     assert os.getcwd() == here
     assert Stage2Trainer.make_run is start_run
+
+
+def _run_dir(tmp_path: Path) -> Path:
+    config = {"swift": {}, "launch": {"learner": {"shutdown_timeout_s": 30.0}}}
+    RecordedRank(tmp_path / "job" / "run", config=config).train("A")
+    return tmp_path / "job" / "run"
+
+
+def _files(directory: Path) -> set[Path]:
+    return set(directory.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("file", "--output must be a directory, got "),
+        ("file/below", "--output must be a directory that can be written, got "),
+        ("thesis", "with other files; name another one"),
+        ("bench", "with other files; name another one"),
+        ("job/run/ledger", "with other files; name another one"),
+        ("job/run", "--output must not hold the run itself, got "),
+        ("job", "--output must not hold the run itself, got "),
+        ("link", "--output must not hold the run itself, got "),
+    ],
+)
+def test_an_output_that_is_not_the_replays_is_one_line_and_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str, words: str
+) -> None:
+    run_dir = _run_dir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "job")
+    claim_directory(tmp_path / "bench", keep=False)
+    before = _files(tmp_path)
+    assert main(["replay", str(run_dir), "--output", str(tmp_path / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--output" in line
+    assert words in line
+    assert _files(tmp_path) == before
+
+
+def test_an_earlier_replay_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = _run_dir(tmp_path)
+    monkeypatch.setattr(command, "run_plan", lambda *_: 70)  # ends without a verdict
+    assert main(["replay", str(run_dir)]) == 70
+    VERDICT.write(run_dir / "replay")
+    assert main(["replay", str(run_dir)]) == 70
+    assert read_verdict(run_dir / "replay") is None
+
+
+@pytest.mark.parametrize(("started_by", "times"), [("us", 0), ("torchrun", 1)])
+def test_the_verdict_is_told_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    started_by: str,
+    times: int,
+) -> None:
+    """A rank that the command started leaves the telling to it."""
+    monkeypatch.setattr("swift_stage2.replay.rank.replay_rank", lambda *_, **__: VERDICT)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if started_by == "us":
+        monkeypatch.setenv(EXIT_STATUS_FILE, str(tmp_path / "status"))
+    (tmp_path / "out").mkdir()
+    assert main(["replay", str(_run_dir(tmp_path)), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("[replay] equal: every loss") == times
+    assert read_verdict(tmp_path / "out") == VERDICT
+
+
+def test_a_rank_without_a_place_to_write_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = _run_dir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["replay", str(run_dir), "--output", str(tmp_path / "file")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert "--output must be a directory that can be written, got " in line
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from swift_stage2.bench.faults.run import FaultBench
 from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob, Victim
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 

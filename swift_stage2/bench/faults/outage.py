@@ -26,8 +26,8 @@ from swift_stage2.bench.faults.scene import Scene
 from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.errors import UserError
+from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1

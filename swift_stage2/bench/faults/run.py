@@ -26,11 +26,11 @@ from swift_stage2.bench.faults.switches import Switches
 from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.output_directory import claim_directory
 
 _FAILED = 1
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.demo.output_directory import claim_directory
 from swift_stage2.errors import UserError
+from swift_stage2.output_directory import claim_directory
 
 
 def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
@@ -40,10 +40,27 @@ def test_an_empty_directory_of_the_user_is_taken(tmp_path: Path) -> None:
     assert claim_directory(tmp_path, keep=False) == tmp_path
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_file_is_no_directory(tmp_path: Path, keep: bool) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="must be a directory that can be written"):
-        claim_directory(tmp_path / "file", keep=False)
+    with pytest.raises(
+        UserError, match=r"^--output must be a directory, got .*/file, a file; name another one$"
+    ):
+        claim_directory(tmp_path / "file", keep=keep)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_nothing_can_be_made_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--output must be a directory that can be written"):
+        claim_directory(tmp_path / "file" / "below", keep=False)
+
+
+def test_another_commands_claim_is_never_cleared(tmp_path: Path) -> None:
+    (claim_directory(tmp_path / "bench", keep=False) / "result").touch()
+    with pytest.raises(UserError, match="with other files"):
+        claim_directory(tmp_path / "bench", keep=False, marker=".other")
+    assert (tmp_path / "bench" / "result").exists()
 
 
 def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
