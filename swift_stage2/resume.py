@@ -53,13 +53,23 @@ def write_state(
     temporary.replace(path)
 
 
+def check_world_size(directory: str, world_size: int) -> None:
+    """Refuses another number of ranks before anything is loaded; a rank too many has no file that would tell it.
+
+    Raises:
+        ConfigError: any rank's file is not whole, or was written by another number of ranks.
+    """
+    for path in sorted(Path(directory).glob("stage2_rank*.json"))[:1]:
+        _refuse_other_world_size(path, _read(path), world_size)
+
+
 def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict[str, Any]:
     """This rank's state at ``step``.
 
     Raises:
         ConfigError: the file is missing, unreadable or not whole, or belongs to another step, rank or world size.
     """
-    _refuse_ranks_without_files(directory, rank, world_size)
+    check_world_size(directory, world_size)
     path = _path(directory, rank)
     content = _read(path)
     _refuse_other_world_size(path, content, world_size)
@@ -80,13 +90,6 @@ def read_a_batches(directory: str, rank: int) -> int:
         ConfigError: the file is missing, unreadable or not whole.
     """
     return int(_read(_path(directory, rank))["a_batches_in_epoch"])
-
-
-def _refuse_ranks_without_files(directory: str, rank: int, world_size: int) -> None:
-    """A rank that did not exist when the checkpoint was written has no file: the others' tell how many there were."""
-    others = sorted(Path(directory).glob("stage2_rank*.json"))
-    if others and not _path(directory, rank).exists():
-        _refuse_other_world_size(others[0], _read(others[0]), world_size)
 
 
 def _refuse_other_world_size(path: Path, content: dict[str, Any], world_size: int) -> None:

@@ -261,6 +261,9 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     check_model(config.swift)
     check_datasets(config.swift)
+    if config.b_enabled and (checkpoint := config.swift.get("resume_from_checkpoint")):
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        resume.check_world_size(os.path.expanduser(str(checkpoint)), num_ranks)
     if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)

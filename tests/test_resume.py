@@ -82,6 +82,14 @@ def test_a_rank_that_did_not_exist_before_is_told_how_many_there_were(tmp_path: 
             resume.read_state(str(tmp_path), rank=rank, world_size=4, step=40)
 
 
+def test_another_number_of_ranks_is_told_before_any_rank_reads_its_own(tmp_path: Path) -> None:
+    resume.check_world_size(str(tmp_path), 4)  # nothing there: the missing file is named later
+    _write(tmp_path)
+    resume.check_world_size(str(tmp_path), 2)
+    with pytest.raises(ConfigError, match=r"got world_size=4, .* has world_size=2.*nproc_per_node"):
+        resume.check_world_size(str(tmp_path), 4)
+
+
 def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
     _write(tmp_path)
     (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")
