@@ -20,6 +20,7 @@ from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.heap_trim import HeapTrim
 from swift_stage2.round_records import Canary, RoundOrder, RoundOutcome, ServerEndpoint, ServerReport
 from swift_stage2.round_watch import RoundWatch
 from swift_stage2.server_push import ServerPush, close_quietly, describe_fault
@@ -71,6 +72,7 @@ class WeightSync:
         self._api_key = api_key
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
+        self._heap = HeapTrim()
         self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
@@ -121,6 +123,7 @@ class WeightSync:
             fault = describe_fault("the sync round", error)
             outcome = RoundOutcome(uuid.uuid4().hex, version, learner_fault=fault)
         self._control.broadcast({"outcome": outcome.to_json()})
+        self._heap.after_round()
         return outcome
 
     def _follow(self) -> RoundOutcome:
