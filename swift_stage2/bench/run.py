@@ -43,6 +43,10 @@ BENCHES = {
     ),
 }
 _FAILED = 1
+_DESCRIPTION = (
+    "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and is as it should be. "
+    "NAME --help tells the options; of faults, kills, outage and soak also how long they take."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: an option is out of range, or the output directory cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="swift-stage2 bench", description="Measure speed and learning.")
+    parser = argparse.ArgumentParser(prog="swift-stage2 bench", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, (_, purpose) in BENCHES.items():
         commands.add_parser(name, help=purpose, add_help=False)

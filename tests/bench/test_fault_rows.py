@@ -44,8 +44,14 @@ def test_what_a_server_cannot_suffer_is_said_and_not_tried() -> None:
 
 
 def test_a_row_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"got flood; choose among .*kill_in_push"):
+    with pytest.raises(UserError, match=r"got 'flood'; choose among .*kill_in_push"):
         main(["--rows", "poison,flood", "--output", str(tmp_path / "out")])
+
+
+def test_no_row_at_all_is_refused_with_what_was_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--rows must name rows, got ''; choose among "):
+        main(["--rows", "", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path: Path) -> None:

@@ -74,6 +74,6 @@ def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(tmp_path: Path
 
 
 def test_no_kills_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--points must be at least 1, got 0; write how often to kill"):
+    with pytest.raises(UserError, match="--points must be at least 1, got 0; write 50"):
         kills.main(["--points", "0", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

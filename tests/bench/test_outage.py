@@ -79,8 +79,15 @@ def test_too_few_steps_to_compare_are_an_error() -> None:
         compare_phases([*steps(0, 2.0), *steps(200, 2.0)], BEFORE, DURING, AFTER)
 
 
-@pytest.mark.parametrize("option", [["--steps", "9"], ["--cycles", "0"]])
-def test_too_little_to_measure_is_refused(option: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{option[0]} must be at least"):
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        (["--steps", "9"], "--steps must be at least 10, got 9; write 200"),
+        (["--steps", "0"], "--steps must be at least 10, got 0; write 200"),
+        (["--cycles", "0"], "--cycles must be at least 1, got 0; write 1"),
+    ],
+)
+def test_too_little_to_measure_is_refused(option: list[str], refusal: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^{refusal}$"):
         outage.main([*option, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

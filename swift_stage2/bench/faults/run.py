@@ -16,6 +16,7 @@ from pathlib import Path
 
 from swift_stage2.bench.faults import row_data
 from swift_stage2.bench.faults.accounting import report
+from swift_stage2.bench.faults.bench_options import bench_parser
 from swift_stage2.bench.faults.fault_table import RowResult, as_json, markdown
 from swift_stage2.bench.faults.leftovers import Leftovers
 from swift_stage2.bench.faults.proxy import FaultProxy
@@ -214,12 +215,11 @@ def _together(*parts: Leftovers) -> Leftovers:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="swift-stage2 bench faults",
-        description="Break a server in every way, under a real training job.",
-    )
-    parser.add_argument(
-        "--server", type=ServerKind, choices=list(ServerKind), default=ServerKind.TRANSFORMERS
+    parser = bench_parser(
+        "faults",
+        "Break a server in every way, under a real training job. All rows take roughly 15 minutes on two cores with "
+        "the transformers server, 20 with vllm, an hour with stock. Exit status 0: every row went as it should and "
+        "nothing was left.",
     )
     names = tuple(row.name for row in ROWS)
     parser.add_argument(
@@ -229,8 +229,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME,…",
         help=f"of {', '.join(names)} (default all)",
     )
-    parser.add_argument("--output", "--out", type=Path, default=Path("runs/bench-faults"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
     return parser.parse_args(argv)
 
 
@@ -239,7 +237,7 @@ def _row_names(text: str) -> tuple[str, ...]:
     known = {row.name for row in ROWS}
     if unknown := [name for name in names if name not in known]:
         raise UserError(
-            f"--rows must name rows, got {', '.join(unknown)}; choose among {', '.join(sorted(known))}"
+            f"--rows must name rows, got {', '.join(map(repr, unknown))}; choose among {', '.join(sorted(known))}"
         )
     return names
 
