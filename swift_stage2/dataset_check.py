@@ -16,7 +16,7 @@ from PIL import Image
 
 from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.errors import DatasetError, SampleError
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
 _SUFFIX = ".jsonl"
 _FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
@@ -30,8 +30,9 @@ def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
 
     Raises:
         DatasetError: names key, file, line, problem and remedy.
-        ConfigError: an argument is neither a path nor a list of paths.
+        ConfigError: an argument is neither a path nor a list of paths, or ``split_dataset_ratio`` is out of range.
     """
+    _check_split(swift_arguments.get("split_dataset_ratio"))
     for argument in ("dataset", "val_dataset"):
         for name in named_places(swift_arguments, argument):
             path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
@@ -47,6 +48,19 @@ def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
                 )
             if path.suffix == _SUFFIX:
                 _check_named(argument, path)
+
+
+def _check_split(ratio: Any) -> None:
+    """YAML reads some numbers (``1e-2``) as text; ms-swift reads them as numbers."""
+    try:
+        holds = ratio is None or 0 <= float(ratio) < 1
+    except (TypeError, ValueError):
+        holds = False
+    if not holds:
+        raise ConfigError(
+            "swift.split_dataset_ratio must be at least 0 and below 1, got "
+            f"split_dataset_ratio={ratio!r}; write split_dataset_ratio: 0.01"
+        )
 
 
 def _check_named(argument: str, path: Path) -> None:

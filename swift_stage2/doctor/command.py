@@ -121,6 +121,17 @@ def _examine_learner(
         fix="mend the data set, or section swift",
     )
     exam.check("packing_length", lambda: data.check_packing_length(config, samples.result), needs=[samples])
+    if config.stage2_ab.evaluation.every_steps:
+        exam.check(
+            "validation set",
+            lambda: data.check_validation_rows(config, prepared.result.num_validation_rows),
+            needs=[prepared, rows_checked],
+        )
+        exam.check(
+            "evaluations",
+            lambda: data.check_evaluation_steps(config, prepared.result.max_steps),
+            needs=[prepared],
+        )
     if prepared.passed and config.gradient_accumulation_steps is None:
         check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
     return prepared, samples
@@ -255,7 +266,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--nproc-per-node",
-        type=int,
+        type=_rank_count,
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )
@@ -274,4 +285,14 @@ def _positive(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _rank_count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, got {text!r}")
     return value

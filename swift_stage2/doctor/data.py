@@ -11,6 +11,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.config import ServerEngine, Stage2Config
+from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset_check import check_datasets
 from swift_stage2.doctor.finding import Outcome, ok, warning
 from swift_stage2.model_check import check_model
@@ -43,13 +44,39 @@ def check_checkpoint(config: Stage2Config) -> Outcome[None]:
 
 
 def check_rows(config: Stage2Config) -> Outcome[None]:
-    """Raises DatasetError as ``check_datasets`` does."""
+    """Raises DatasetError and ConfigError as ``check_datasets`` does."""
     check_datasets(config.swift)
-    named = config.swift.get("dataset") or ()
-    names = [named] if isinstance(named, str) else list(named)
-    return ok(
-        f"{', '.join(map(str, names))}: every line and picture is readable, every box inside its picture"
-    )
+    names = [", ".join(named_places(config.swift, "dataset"))]
+    if validation := named_places(config.swift, "val_dataset"):
+        names.append(f"for validation {', '.join(validation)}")
+    return ok(f"{'; '.join(names)}: every line and picture is readable, every box inside its picture")
+
+
+def check_validation_rows(config: Stage2Config, num_rows: int) -> Outcome[None]:
+    """How many of the rows that an evaluation asks for there are. Raises ConfigError when there are none."""
+    config.check_validation_set(num_rows)
+    wanted = config.stage2_ab.evaluation.num_samples
+    if num_rows < wanted:
+        return warning(
+            f"it has {num_rows} rows, stage2_ab.evaluation.num_samples is {wanted}: each asks all of them",
+            f"write stage2_ab.evaluation.num_samples: {num_rows}, or name a larger swift.val_dataset",
+        )
+    return ok(f"every evaluation asks the first {wanted} of its {num_rows} rows")
+
+
+def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None]:
+    """How often an evaluation falls due; ``max_steps`` is not above 0 where the epochs decide."""
+    every = config.stage2_ab.evaluation.every_steps
+    if max_steps <= 0:
+        return ok(f"one every {every} steps; how many steps there are is decided by the epochs")
+    times = max(0, max_steps - 2) // every  # steps are counted from 0, and none begins at the last one
+    if times == 0:
+        return warning(
+            f"none will ever run: the first falls due at step {every}, and the last of max_steps {max_steps} is "
+            f"step {max_steps - 1}, where none begins",
+            "write a smaller stage2_ab.evaluation.every_steps, or a larger swift.max_steps",
+        )
+    return ok(f"one every {every} of {max_steps} steps: at most {times}")
 
 
 def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -> Outcome[Samples]:

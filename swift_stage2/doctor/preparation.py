@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,23 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
 
     def rows(self) -> Any:
         """The training rows as ms-swift reads them; channel B draws from the same."""
-        rows, _ = self._get_dataset()
-        return rows
+        return self._both_sets[0]
+
+    @property
+    def num_validation_rows(self) -> int:
+        """As ms-swift reads them; 0 without a validation set."""
+        rows = self._both_sets[1]
+        return 0 if rows is None else len(rows)
+
+    @property
+    def max_steps(self) -> int:
+        """As written; not above 0 where the epochs decide."""
+        return int(self.args.max_steps)
+
+    @cached_property
+    def _both_sets(self) -> tuple[Any, Any]:
+        train, validation = self._get_dataset()
+        return train, validation
 
     def module(self) -> nn.Module:
         """The model as a sync round exports it: with its adapter, if it is tuned by one."""

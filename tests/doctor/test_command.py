@@ -14,8 +14,10 @@ import pytest
 from doctor_run import Report
 from live_server import free_port
 
-from swift_stage2.doctor import command, configuration
+from swift_stage2.config import load_config
+from swift_stage2.doctor import command, configuration, data
 from swift_stage2.errors import ConfigError
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -52,6 +54,14 @@ def test_a_step_time_must_be_a_number_of_seconds(capsys: pytest.CaptureFixture[s
         command.main(["run.yaml", "--step-seconds", "-1"])
     assert caught.value.code == 2
     assert "a number of seconds above 0, got '-1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2", "1.5", "two"])
+def test_a_number_of_ranks_must_be_one(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["run.yaml", "--nproc-per-node", ranks])
+    assert caught.value.code == 2
+    assert f"a number of ranks, at least 1, got '{ranks}'" in capsys.readouterr().err
 
 
 def test_a_refused_configuration_is_a_failed_check_and_the_rest_names_it(
@@ -189,6 +199,12 @@ def test_who_would_leave_the_gpus_here_unused_is_told(
         ({"swift__lerning_rate": 1e-4}, "template", "failed", "did you mean 'learning_rate'?"),
         ({"swift__torch_dtype": "float99"}, "template", "failed", "invalid choice: 'float99'"),
         ({"swift__dataset": ["/nowhere/rows.jsonl"]}, "data sets", "failed", ""),
+        (
+            {"swift__split_dataset_ratio": 1.5},
+            "data sets",
+            "failed",
+            "must be at least 0 and below 1, got split_dataset_ratio=1.5",
+        ),
     ],
 )
 def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
@@ -212,6 +228,67 @@ def test_accumulation_that_is_not_written_is_told_with_swifts_value(
     assert row["verdict"] == "warning"
     assert row["fix"].startswith("write swift.gradient_accumulation_steps: 2")
     assert report.row("limit holds a step")["found"].endswith("6 >= 2")
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "every_steps", "verdicts", "found"),
+    [
+        (4, 10, ("ok", "ok"), ("the first 4 of its 12 rows", "one every 10 of 60 steps: at most 5")),
+        (
+            64,
+            59,
+            ("warning", "warning"),
+            ("12 rows, stage2_ab.evaluation.num_samples is 64", "none will ever run"),
+        ),
+    ],
+)
+def test_the_rows_and_steps_of_evaluations_are_told(
+    configure: Configure,
+    doctor: Doctor,
+    rows_file: Path,
+    num_samples: int,
+    every_steps: int,
+    verdicts: tuple[str, str],
+    found: tuple[str, str],
+) -> None:
+    evaluation = {"every_steps": every_steps, "num_samples": num_samples}
+    report = doctor(
+        configure(
+            DEAD, swift__val_dataset=[str(rows_file)], swift__max_steps=60, stage2_ab__evaluation=evaluation
+        )
+    )
+    rows = [report.row("validation set"), report.row("evaluations")]
+    assert tuple(row["verdict"] for row in rows) == verdicts, report.text
+    for row, words in zip(rows, found, strict=True):
+        assert words in row["found"]
+        assert bool(row["fix"]) == (row["verdict"] == "warning")
+    assert report.row("data sets")["found"].startswith(f"{rows_file}; for validation {rows_file}: every line")
+
+
+@pytest.mark.parametrize(("max_steps", "times"), [(12, 1), (11, 0), (22, 2), (21, 1), (1, 0), (-1, None)])
+def test_evaluations_are_counted_as_the_schedule_begins_them(
+    configure: Configure, rows_file: Path, max_steps: int, times: int | None
+) -> None:
+    config = load_config(
+        configure(DEAD, swift__val_dataset=[str(rows_file)], stage2_ab__evaluation={"every_steps": 10})
+    )
+    outcome = data.check_evaluation_steps(config, max_steps)
+    schedule = EvaluationSchedule(every_steps=10, max_round_delay_steps=4, last_step=max_steps - 1)
+    begun = 0
+    for step in range(max_steps):
+        if schedule.begin_if_due(step, 0, may_begin=True):
+            begun += 1
+            schedule.end()
+    if times is None:
+        assert "decided by the epochs" in outcome.found
+    else:
+        assert begun == times
+        assert ("none will ever run" if times == 0 else f"at most {times}") in outcome.found
+
+
+def test_without_evaluations_nothing_is_said_of_them(configure: Configure, doctor: Doctor) -> None:
+    report = doctor(configure(DEAD, swift__model="/nowhere/m"))
+    assert not {"validation set", "evaluations"} & {row["check"] for row in report.findings}
 
 
 def test_a_server_that_is_started_elsewhere_must_answer(configure: Configure, doctor: Doctor) -> None:
