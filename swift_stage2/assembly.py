@@ -6,17 +6,15 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -31,150 +29,36 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Stage2Config, StarvationAction
-from swift_stage2.errors import ConfigError, DatasetError, SampleError, ServerFault, ServerUnavailable
+from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
-from swift_stage2.learner import ChannelB, Learner, StepDecision
+from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
 from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.progress_watch import ProgressWatch
+from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.server_wait import wait_for_servers
+from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.standing import Standing
 from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
-from swift_stage2.telemetry import Activity, LiveView, Telemetry
+from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
-_NUM_SAMPLES_LOOKED_AT = 64
-_NUM_ISOLATION_SAMPLES = 3
-_POLL_S = 0.5
-_WAIT_SLICE_S = 10.0
 _STALL_MARGIN_S = 60.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
 PackedLoss = Callable[[dict[str, Any]], float]
 WrapTransport = Callable[[WeightTransport], WeightTransport]
-ResultT = TypeVar("ResultT")
-
-
-class Decider(Protocol):
-    """Who decides every step: the learner, or a replay in its place."""
-
-    def start(self) -> None: ...
-
-    def request_stop(self) -> None: ...
-
-    def begin_step(self, step: int, num_packs: int) -> StepDecision: ...
-
-    def end_step(self, step: int, losses: Sequence[str]) -> None: ...
-
-    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
-
-
-class Stage2Run:
-    """One rank's running stage 2: what the trainer talks to."""
-
-    def __init__(
-        self,
-        learner: Decider,
-        telemetry: Telemetry,
-        control: ControlGroup,
-        channel_b: ChannelB | None,
-        logging_steps: int,
-        start_record: Callable[[], None],
-        start_ledger: Callable[..., None],
-        watch: ProgressWatch,
-        saves_checkpoints: bool = True,
-    ) -> None:
-        self.saves_checkpoints = saves_checkpoints
-        self.learner = learner
-        self.telemetry = telemetry
-        self._control = control
-        self._channel_b = channel_b
-        self._logging_steps = max(1, logging_steps)
-        self._start_record = start_record
-        self._start_ledger = start_ledger
-        self._watch = watch
-        self._resumed_save_id: str | None = None
-
-    def start(self) -> None:
-        """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
-        self.telemetry.clock.switch(Activity.BUSY)
-        self._start_record()
-        if self._channel_b is not None:
-            self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
-        self.learner.start()
-        self._watch.start()
-
-    def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> None:
-        """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was."""
-        self.learner.end_step(step - 1, [loss.hex() for loss in losses])
-        if step % self._logging_steps == 0:
-            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch)
-
-    def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
-        """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
-        self.telemetry.audit.write("epoch", epoch=epoch, a_batches=num_read, num_batches=num_batches)
-        if self._control.rank == 0:
-            logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
-
-    def checkpoint(self, step: int) -> dict[str, Any]:
-        """This rank's part of a checkpoint before ``step``, as JSON. All ranks together: they agree on its id.
-
-        The ledger is on disk before the checkpoint can be.
-        """
-        save_id = str(self._control.broadcast(uuid.uuid4().hex))
-        learner = self.learner.checkpoint(step=step, save_id=save_id)
-        self.telemetry.ledger.flush_to_disk()
-        return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
-
-    def resume(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Continues from the checkpoint of which ``read`` returns this rank's part; called before ``start``.
-
-        Raises:
-            UserError: a rank cannot read its part or continue from it, or the parts are of different checkpoints.
-        """
-        state = self.together(read)
-        save_ids = self._control.gather(state["save_id"])
-        if len(set(save_ids)) > 1:
-            raise ConfigError(
-                "all ranks resume from parts of one checkpoint, got parts of different ones: "
-                + ", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids))
-                + "; resume from another checkpoint"
-            )
-        self.together(partial(self._continue_from, state))
-
-    def _continue_from(self, state: Mapping[str, Any]) -> None:
-        self._resumed_save_id = state["save_id"]
-        self.telemetry.load_state_dict(state["telemetry"])
-        if self._channel_b is not None and state["learner"]:
-            self._channel_b.source.load_state_dict(state["learner"]["source"])
-            while self._channel_b.clock.current < state["learner"]["version"]:
-                self._channel_b.clock.advance()
-            if self._channel_b.evaluation is not None:
-                self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
-
-    def together(self, work: Callable[[], ResultT]) -> ResultT:
-        """What ``work`` returns, once it has succeeded on every rank; raises on all when it fails on one."""
-        return together(self._control, work)
-
-    def close(self) -> None:
-        """Ends every thread and file of this rank. May be called again."""
-        self._watch.stop()
-        self.learner.close()
-        self.telemetry.clock.switch(Activity.OTHER)
-        self.telemetry.close()
 
 
 def start_run(
@@ -215,7 +99,7 @@ def start_run(
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
         if config.b_enabled:
-            _wait_for_servers(config, control)
+            wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, template, seed, control, telemetry)
             parts = together(control, look)
@@ -495,103 +379,3 @@ def transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | N
 
 def _note_of_loss(base_url: str, version: int) -> str:
     return f"lost: {base_url} at version {version}"
-
-
-def _wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
-    """Every server answers and can be given weights, or every rank raises the same error."""
-    start_timeout_s = config.rollout.start_timeout_s
-    end = time.monotonic() + start_timeout_s
-    waiting = [server.base_url for server in config.rollout.servers]
-    while waiting:
-        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
-        told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
-        if told["refused"]:
-            raise ConfigError(told["refused"])
-        if told["missing"]:
-            raise ServerUnavailable(
-                f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
-                f"got no answer: {told['missing']}; start it, or correct rollout.servers"
-            )
-        if told["answers"]:
-            waiting.pop(0)
-
-
-def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
-    """One slice of the wait for one server."""
-    told: dict[str, Any] = {"answers": False, "missing": "", "refused": ""}
-    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
-    with ServerSession(base_url, config.rollout.api_key()) as session:
-        while True:
-            try:
-                info = session.info(Deadline(max(0.1, slice_ends - time.monotonic())))
-            except ServerFault as fault:
-                if fault.refuses_key or time.monotonic() >= slice_ends:
-                    told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
-                    return told
-            else:
-                told["answers"] = True
-                if info.stock and not _vllm_is_installed():
-                    told["refused"] = (
-                        f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "
-                        "installed beside the learner, got none; install it, or serve with swift-stage2 rollout"
-                    )
-                return told
-            time.sleep(_POLL_S)
-
-
-def _vllm_is_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
-def usable_samples(
-    rows: Rows, seed: int, encoder: Encoder, count: int = _NUM_ISOLATION_SAMPLES
-) -> list[Sample]:
-    """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
-
-    Raises:
-        DatasetError: none of the first rows can be used.
-    """
-    source = SampleSource(rows, rank=0, world_size=1, seed=seed)
-    samples: list[Sample] = []
-    problems: list[SampleError] = []
-    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows))):
-        try:
-            if drawn.sample is None:
-                raise drawn.error or SampleError("the row cannot be read")
-            encoder.encode_prompt(drawn.sample)
-            samples.append(drawn.sample)
-        except SampleError as error:
-            problems.append(error)
-        if len(samples) == count:
-            break
-    if not samples:
-        raise DatasetError(
-            f"channel B needs rows that it can use, got none among num_rows={len(problems)}, the first because: "
-            f"{problems[0]}; mend the data set"
-        ) from problems[0]
-    return samples
-
-
-def check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
-    """What only the real template and tokenizer can tell about the data and the settings.
-
-    Raises:
-        ConfigError: another dialect than channel A's, or a pack that cannot hold the first prompt and its answer.
-        DatasetError: the template refuses the first row with its answer.
-    """
-    try:
-        prompt = encoder.encode_prompt(samples[0])
-        answer, objects = encoder.check_answer_format(samples[0])
-    except SampleError as error:
-        raise DatasetError(
-            f"channel A must be able to train the data set's rows, got {error}; mend them"
-        ) from error
-    task.check_answer(answer, objects)
-    needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    if packing_length < needed:
-        raise ConfigError(
-            "stage2_ab.channel_b.packing.packing_length must hold a prompt and its answer, got "
-            f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + "
-            f"max_new_tokens {config.rollout.decoding.max_new_tokens}; write packing_length: {needed} or more"
-        )

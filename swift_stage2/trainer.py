@@ -27,7 +27,7 @@ from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from swift_stage2 import resume, rollout_protocol  # noqa: E402
-from swift_stage2.assembly import Stage2Run, start_run  # noqa: E402
+from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
@@ -41,6 +41,7 @@ from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
+from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.weight_transport import WeightTransport  # noqa: E402

@@ -14,12 +14,15 @@ import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
-from swift_stage2 import assembly
+from swift_stage2 import assembly, server_wait
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
+from swift_stage2.sample_checks import check_samples, usable_samples
+from swift_stage2.server_wait import wait_for_servers
+from swift_stage2.stage2_run import Stage2Run
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def _closed_port() -> str:
 
 def _start(
     config: Stage2Config, rows: Any, directory: Path, packed_loss: Callable[..., float], **more: Any
-) -> assembly.Stage2Run:
+) -> Stage2Run:
     return assembly.start_run(
         config,
         rows=rows,
@@ -101,7 +104,7 @@ def _token_count(batch: Mapping[str, Any]) -> float:
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where vLLM is installed: the fake server is a stock one."""
-    monkeypatch.setattr(assembly, "_vllm_is_installed", lambda: True)
+    monkeypatch.setattr(server_wait, "vllm_is_installed", lambda: True)
 
 
 # --- servers -----------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], serve
     missing = _closed_port()
     config = configure(server.url, missing)
     with pytest.raises(ServerUnavailable) as caught:
-        assembly._wait_for_servers(config, SingleRank())
+        wait_for_servers(config, SingleRank())
     message = str(caught.value)
     assert "rollout.start_timeout_s=0.2" in message
     assert missing in message
@@ -124,7 +127,7 @@ def test_a_server_that_errs_until_the_time_is_over_is_missing(
 ) -> None:
     server.on_get = lambda call: Answer(status=503, body=b"loading")
     with pytest.raises(ServerUnavailable, match="status 503: loading"):
-        assembly._wait_for_servers(configure(server.url), SingleRank())
+        wait_for_servers(configure(server.url), SingleRank())
 
 
 def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
@@ -132,7 +135,7 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
 ) -> None:
     server.on_get = lambda call: Answer(status=401, body=b"send the key")
     with pytest.raises(ServerUnavailable, match="status 401: send the key; set the variable"):
-        assembly._wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
+        wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
     assert len(server.calls) == 1  # no waiting mends it
 
 
@@ -142,23 +145,23 @@ def test_a_server_that_still_loads_its_model_is_waited_for(
     loading = protocol.ServerInfo(stock=False, incarnation="one", state="loading")
     server.on_get = lambda call: Answer(body=json.dumps(loading.to_json()).encode())
     with pytest.raises(ServerUnavailable, match="engine must be ready, got state=loading"):
-        assembly._wait_for_servers(configure(server.url), SingleRank())
+        wait_for_servers(configure(server.url), SingleRank())
 
 
 def test_a_server_that_comes_up_late_is_waited_for(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: Answer(status=503 if len(server.calls) < 2 else 404)
-    assembly._wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
+    wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
     assert len(server.calls) == 2
 
 
 def test_a_stock_server_needs_vllm_beside_the_learner(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "_vllm_is_installed", lambda: False)
+    monkeypatch.setattr(server_wait, "vllm_is_installed", lambda: False)
     with pytest.raises(ConfigError, match="vLLM must be installed beside the learner, got none; install it"):
-        assembly._wait_for_servers(configure(server.url), SingleRank())
+        wait_for_servers(configure(server.url), SingleRank())
 
 
 def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[..., Stage2Config]) -> None:
@@ -170,7 +173,7 @@ def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[
             return {"answers": False, "missing": "http://node7:8000: ConnectError", "refused": ""}
 
     with pytest.raises(ServerUnavailable, match="http://node7:8000: ConnectError"):
-        assembly._wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
+        wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
 
 
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
@@ -199,9 +202,9 @@ def test_a_pack_must_hold_a_prompt_and_its_answer(
     num_prompt = len(encoder.encode_prompt(sample).token_ids)
     needed = num_prompt + 100
     fits, short = (configure("http://127.0.0.1:9", packing_length=length) for length in (needed, needed - 1))
-    assembly.check_samples(fits, encoder, make_task(), [sample])
+    check_samples(fits, encoder, make_task(), [sample])
     with pytest.raises(ConfigError) as caught:
-        assembly.check_samples(short, encoder, make_task(), [sample])
+        check_samples(short, encoder, make_task(), [sample])
     assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
     assert f"write packing_length: {needed} or more" in str(caught.value)
 
@@ -210,9 +213,7 @@ def test_another_dialect_than_channel_as_is_refused(
     configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
-        assembly.check_samples(
-            configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])]
-        )
+        check_samples(configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])])
 
 
 def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
@@ -221,10 +222,10 @@ def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[s
         for number, row in enumerate(rows[:8])
     ]
     spoilt[3], spoilt[6] = rows[3], rows[6]
-    samples = assembly.usable_samples(spoilt, seed=1, encoder=encoder)
+    samples = usable_samples(spoilt, seed=1, encoder=encoder)
     assert {sample.key.index for sample in samples} == {3, 6}
     assert [sample.key for sample in samples] == [
-        sample.key for sample in assembly.usable_samples(spoilt, seed=1, encoder=encoder)
+        sample.key for sample in usable_samples(spoilt, seed=1, encoder=encoder)
     ], "all ranks look at the same samples"
 
 
@@ -233,7 +234,7 @@ def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder
     with pytest.raises(
         DatasetError, match=r"got none among num_rows=5, the first because: a row needs objects="
     ):
-        assembly.usable_samples(rows, seed=1, encoder=encoder)
+        usable_samples(rows, seed=1, encoder=encoder)
 
 
 # --- a whole run -------------------------------------------------------------------------------------

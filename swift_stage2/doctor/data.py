@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.assembly import check_samples, detection_task, usable_samples
+from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
@@ -16,6 +16,7 @@ from swift_stage2.dataset_check import check_datasets
 from swift_stage2.doctor.finding import Outcome, ok, warning
 from swift_stage2.model_check import check_model
 from swift_stage2.packing_isolation import ground_truth_segments
+from swift_stage2.sample_checks import check_samples, usable_samples
 
 _NUM_SAMPLES = 16
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from swift_stage2 import resume
-from swift_stage2.assembly import Stage2Run, detection_task, progress_watch
+from swift_stage2.assembly import detection_task, progress_watch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import Rows
 from swift_stage2.collectives import join_control_group, leave_job, together
@@ -23,6 +23,7 @@ from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.replay.verdict import Verdict
+from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.surroundings import surroundings
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.trainer import Stage2Trainer, run_pipeline

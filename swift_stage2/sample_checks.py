@@ -1,0 +1,65 @@
+"""Checks settings on real samples when a run starts: dialect, lengths, usable rows. Used by the doctor, too."""
+
+from __future__ import annotations
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.sample_source import Rows, SampleSource
+from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.config import Stage2Config
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
+
+_NUM_SAMPLES_LOOKED_AT = 64
+_NUM_SAMPLES_WANTED = 3
+
+
+def usable_samples(rows: Rows, seed: int, encoder: Encoder, count: int = _NUM_SAMPLES_WANTED) -> list[Sample]:
+    """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
+
+    Raises:
+        DatasetError: none of the first rows can be used.
+    """
+    source = SampleSource(rows, rank=0, world_size=1, seed=seed)
+    samples: list[Sample] = []
+    problems: list[SampleError] = []
+    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows))):
+        try:
+            if drawn.sample is None:
+                raise drawn.error or SampleError("the row cannot be read")
+            encoder.encode_prompt(drawn.sample)
+            samples.append(drawn.sample)
+        except SampleError as error:
+            problems.append(error)
+        if len(samples) == count:
+            break
+    if not samples:
+        raise DatasetError(
+            f"channel B needs rows that it can use, got none among num_rows={len(problems)}, the first because: "
+            f"{problems[0]}; mend the data set"
+        ) from problems[0]
+    return samples
+
+
+def check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
+    """What only the real template and tokenizer can tell about the data and the settings.
+
+    Raises:
+        ConfigError: another dialect than channel A's, or a pack that cannot hold the first prompt and its answer.
+        DatasetError: the template refuses the first row with its answer.
+    """
+    try:
+        prompt = encoder.encode_prompt(samples[0])
+        answer, objects = encoder.check_answer_format(samples[0])
+    except SampleError as error:
+        raise DatasetError(
+            f"channel A must be able to train the data set's rows, got {error}; mend them"
+        ) from error
+    task.check_answer(answer, objects)
+    needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    if packing_length < needed:
+        raise ConfigError(
+            "stage2_ab.channel_b.packing.packing_length must hold a prompt and its answer, got "
+            f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + "
+            f"max_new_tokens {config.rollout.decoding.max_new_tokens}; write packing_length: {needed} or more"
+        )

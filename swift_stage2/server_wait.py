@@ -1,0 +1,67 @@
+"""Waits for every rollout server when a run starts or resumes; all ranks together, rank 0 asks."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.config import Stage2Config
+from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
+from swift_stage2.server_session import Deadline, ServerSession
+
+_POLL_S = 0.5
+_WAIT_SLICE_S = 10.0
+
+
+def wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
+    """Returns once every server answers and can be given weights.
+
+    Raises:
+        ConfigError: a server cannot be given weights from here; on every rank.
+        ServerUnavailable: one did not answer within ``rollout.start_timeout_s``; on every rank.
+    """
+    start_timeout_s = config.rollout.start_timeout_s
+    end = time.monotonic() + start_timeout_s
+    waiting = [server.base_url for server in config.rollout.servers]
+    while waiting:
+        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
+        told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
+        if told["refused"]:
+            raise ConfigError(told["refused"])
+        if told["missing"]:
+            raise ServerUnavailable(
+                f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
+                f"got no answer: {told['missing']}; start it, or correct rollout.servers"
+            )
+        if told["answers"]:
+            waiting.pop(0)
+
+
+def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
+    """One slice of the wait for one server."""
+    told: dict[str, Any] = {"answers": False, "missing": "", "refused": ""}
+    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    with ServerSession(base_url, config.rollout.api_key()) as session:
+        while True:
+            try:
+                info = session.info(Deadline(max(0.1, slice_ends - time.monotonic())))
+            except ServerFault as fault:
+                if fault.refuses_key or time.monotonic() >= slice_ends:
+                    told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
+                    return told
+            else:
+                told["answers"] = True
+                if info.stock and not vllm_is_installed():
+                    told["refused"] = (
+                        f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "
+                        "installed beside the learner, got none; install it, or serve with swift-stage2 rollout"
+                    )
+                return told
+            time.sleep(_POLL_S)
+
+
+def vllm_is_installed() -> bool:
+    """Whether this process could join a stock server's group."""
+    return importlib.util.find_spec("vllm") is not None

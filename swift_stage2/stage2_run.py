@@ -1,0 +1,133 @@
+"""One rank's running stage 2: what the trainer talks to at every step, epoch and checkpoint.
+
+Put together by ``assembly``; a replay puts its own together. Whatever raises here raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.errors import ConfigError
+from swift_stage2.learner import ChannelB, StepDecision
+from swift_stage2.progress_watch import ProgressWatch
+from swift_stage2.telemetry import Activity, Telemetry
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class Decider(Protocol):
+    """Who decides every step: the learner, or a replay in its place."""
+
+    def start(self) -> None: ...
+
+    def request_stop(self) -> None: ...
+
+    def begin_step(self, step: int, num_packs: int) -> StepDecision: ...
+
+    def end_step(self, step: int, losses: Sequence[str]) -> None: ...
+
+    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class Stage2Run:
+    """One rank's running stage 2: what the trainer talks to."""
+
+    def __init__(
+        self,
+        learner: Decider,
+        telemetry: Telemetry,
+        control: ControlGroup,
+        channel_b: ChannelB | None,
+        logging_steps: int,
+        start_record: Callable[[], None],
+        start_ledger: Callable[..., None],
+        watch: ProgressWatch,
+        saves_checkpoints: bool = True,
+    ) -> None:
+        self.saves_checkpoints = saves_checkpoints
+        self.learner = learner
+        self.telemetry = telemetry
+        self._control = control
+        self._channel_b = channel_b
+        self._logging_steps = max(1, logging_steps)
+        self._start_record = start_record
+        self._start_ledger = start_ledger
+        self._watch = watch
+        self._resumed_save_id: str | None = None
+
+    def start(self) -> None:
+        """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
+        self.telemetry.clock.switch(Activity.BUSY)
+        self._start_record()
+        if self._channel_b is not None:
+            self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
+        self.learner.start()
+        self._watch.start()
+
+    def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> None:
+        """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was."""
+        self.learner.end_step(step - 1, [loss.hex() for loss in losses])
+        if step % self._logging_steps == 0:
+            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch)
+
+    def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
+        """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
+        self.telemetry.audit.write("epoch", epoch=epoch, a_batches=num_read, num_batches=num_batches)
+        if self._control.rank == 0:
+            logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """This rank's part of a checkpoint before ``step``, as JSON. All ranks together: they agree on its id.
+
+        The ledger is on disk before the checkpoint can be.
+        """
+        save_id = str(self._control.broadcast(uuid.uuid4().hex))
+        learner = self.learner.checkpoint(step=step, save_id=save_id)
+        self.telemetry.ledger.flush_to_disk()
+        return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
+
+    def resume(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Continues from the checkpoint of which ``read`` returns this rank's part; called before ``start``.
+
+        Raises:
+            UserError: a rank cannot read its part or continue from it, or the parts are of different checkpoints.
+        """
+        state = self.together(read)
+        save_ids = self._control.gather(state["save_id"])
+        if len(set(save_ids)) > 1:
+            raise ConfigError(
+                "all ranks resume from parts of one checkpoint, got parts of different ones: "
+                + ", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids))
+                + "; resume from another checkpoint"
+            )
+        self.together(partial(self._continue_from, state))
+
+    def _continue_from(self, state: Mapping[str, Any]) -> None:
+        self._resumed_save_id = state["save_id"]
+        self.telemetry.load_state_dict(state["telemetry"])
+        if self._channel_b is not None and state["learner"]:
+            self._channel_b.source.load_state_dict(state["learner"]["source"])
+            while self._channel_b.clock.current < state["learner"]["version"]:
+                self._channel_b.clock.advance()
+            if self._channel_b.evaluation is not None:
+                self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
+
+    def together(self, work: Callable[[], ResultT]) -> ResultT:
+        """What ``work`` returns, once it has succeeded on every rank; raises on all when it fails on one."""
+        return together(self._control, work)
+
+    def close(self) -> None:
+        """Ends every thread and file of this rank. May be called again."""
+        self._watch.stop()
+        self.learner.close()
+        self.telemetry.clock.switch(Activity.OTHER)
+        self.telemetry.close()
