@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import httpx
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
@@ -238,3 +239,18 @@ def test_closing_twice_is_closing_once(server: FakeRolloutServer) -> None:
     session = ServerSession(server.url)
     session.close()
     session.close()
+
+
+@pytest.mark.parametrize(("scheme", "checks"), [("https", True), ("http", False)])
+def test_certificates_are_checked_wherever_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, checks: bool
+) -> None:
+    real, verify = httpx.Client, []
+
+    def client(**settings: Any) -> httpx.Client:
+        verify.append(settings["verify"])
+        return real(**settings)
+
+    monkeypatch.setattr(httpx, "Client", client)
+    ServerSession(f"{scheme}://127.0.0.1:1", KEY).close()
+    assert verify == [checks]
