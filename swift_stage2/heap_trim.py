@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
-_EVERY_S = 60.0
+_EVERY_S = 10.0
 
 
 class HeapTrim:
