@@ -85,6 +85,8 @@ def test_too_few_steps_to_compare_are_an_error() -> None:
         (["--steps", "9"], "--steps must be at least 10, got 9; write 200"),
         (["--steps", "0"], "--steps must be at least 10, got 0; write 200"),
         (["--cycles", "0"], "--cycles must be at least 1, got 0; write 1"),
+        (["--b-ratio", "0"], "--b-ratio must be above 0 and below 1, got 0.0; write 0.25"),
+        (["--b-ratio", "nan"], "--b-ratio must be above 0 and below 1, got nan; write 0.25"),
     ],
 )
 def test_too_little_to_measure_is_refused(option: list[str], refusal: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from swift_stage2.bench.faults.scene import Scene
 from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob
 from swift_stage2.bench.servers import server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
+from swift_stage2.errors import UserError
 from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger_account import RunAccount
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {
         "server": str(options.server),
         "steps": options.steps,
-        "b_ratio": _B_RATIO,
+        "b_ratio": options.b_ratio,
         "learner_cores": sorted(learner_cores),
         "server_cores": sorted(server_cores),
         "seconds": time.monotonic() - started,
@@ -98,7 +99,7 @@ def _run(
                 directory / "job",
                 rows,
                 (server.port, group_port),
-                JobSettings(b_ratio=_B_RATIO),
+                JobSettings(b_ratio=options.b_ratio),
             )
         stack.callback(job.end)
         Scene(server, job, server.switches, None).warm_up()
@@ -197,7 +198,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="channel-A steps per phase, at least 10 (default %(default)s)",
     )
     parser.add_argument("--cycles", type=int, default=3, help="outages, at least 1 (default %(default)s)")
+    parser.add_argument(
+        "--b-ratio",
+        type=float,
+        default=_B_RATIO,
+        help="share of channel B, above 0 and below 1; its pipeline's own work shares the learner's cores "
+        "(default %(default)s)",
+    )
     options = parser.parse_args(argv)
+    if not 0 < options.b_ratio < 1:
+        raise UserError(f"--b-ratio must be above 0 and below 1, got {options.b_ratio}; write {_B_RATIO}")
     refuse_below("steps", options.steps, _FEWEST_STEPS, _STEPS)
     refuse_below("cycles", options.cycles, 1, 1)
     return options
