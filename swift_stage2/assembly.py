@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.errors import DatasetError
@@ -48,6 +49,7 @@ from swift_stage2.standing import Standing
 from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry
+from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
@@ -92,12 +94,16 @@ def start_run(
     """
     control = join_control_group(config.control_timeout_s)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps)
+    kept_rows = rows_to_keep(len(rows), config.telemetry.gallery_rows, seed)
+    telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
     channel_b = None
     with ExitStack() as on_failure:
         on_failure.callback(telemetry.close)
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
-        telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding)
+        settings = config.without_secrets()
+        telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
+        if config.telemetry.trace:
+            telemetry.trace.clock_offset = align_clocks(control)
         if config.b_enabled:
             wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
@@ -137,7 +143,7 @@ def start_run(
         run_id=run_id,
         step=first_step,
         world_size=control.world_size,
-        config=config.without_secrets(),
+        config=settings,
         surroundings=surroundings(next(module.parameters()).device),
     )
     start_ledger = partial(
@@ -165,7 +171,12 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
 
 
 def _start_telemetry(
-    config: Stage2Config, run_directory: Path, control: ControlGroup, total_steps: int, logging_steps: int
+    config: Stage2Config,
+    run_directory: Path,
+    control: ControlGroup,
+    total_steps: int,
+    logging_steps: int,
+    kept_rows: Container[int],
 ) -> Telemetry:
     settings = config.telemetry
     return Telemetry(
@@ -176,6 +187,7 @@ def _start_telemetry(
         audit=settings.audit,
         trace=settings.trace,
         record=settings.record,
+        kept_rows=kept_rows,
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
         total_steps=total_steps,
         queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
@@ -269,6 +281,7 @@ def _build_channel_b(
         full_share=rollout.max_inflight_per_server,
         is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
         events=telemetry.ledger,
+        watch_post=telemetry.pipeline.post,
     )
     evaluation = make_evaluation(
         config,
@@ -316,6 +329,7 @@ def _build_channel_b(
         bucket_mib=rollout.sync.bucket_mib,
         proof=rollout.sync.proof,
         api_key=api_key,
+        span=telemetry.trace.span,
     )
     return ChannelB(
         source=parts.source,

@@ -20,6 +20,7 @@ from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.round_records import RoundOrder, ServerEndpoint, ServerReport
 from swift_stage2.server_proof import prove_server
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_bucket import WeightBucket
 from swift_stage2.weight_transport import WeightTransport
 
@@ -32,7 +33,8 @@ MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 class ServerPush(threading.Thread):
     """Brings one server to one version. ``finished`` is set last; then ``report`` or ``learner_fault`` is there.
 
-    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced.
+    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``span`` is entered
+    with the name of every phase.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ServerPush(threading.Thread):
         make_transport: MakeTransport,
         *,
         distrusted: bool,
+        span: EnterSpan = untraced,
     ) -> None:
         super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
         self.server = server
@@ -54,6 +57,7 @@ class ServerPush(threading.Thread):
         self._transports = transports
         self._make_transport = make_transport
         self._distrusted = distrusted
+        self._span = span
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = ""
@@ -159,7 +163,8 @@ class ServerPush(threading.Thread):
         """Adds the seconds spent inside to one phase."""
         started = time.perf_counter()
         try:
-            yield
+            with self._span(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

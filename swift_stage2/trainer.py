@@ -105,7 +105,9 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As ms-swift does it; the loss is kept until the step ends."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        assert self.stage2 is not None
+        with self.stage2.telemetry.trace.span("micro_step"):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self.stage2_config.telemetry.record:
             self._losses.append(loss.detach())
         return loss

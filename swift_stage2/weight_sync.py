@@ -25,6 +25,7 @@ from swift_stage2.round_records import Canary, RoundOrder, RoundOutcome, ServerE
 from swift_stage2.round_watch import RoundWatch
 from swift_stage2.server_push import ServerPush, close_quietly, describe_fault
 from swift_stage2.server_session import Deadline
+from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_bucket import WeightBucket
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_transport import WeightTransport
@@ -59,7 +60,9 @@ class WeightSync:
         bucket_mib: int,
         proof: Proof = Proof.AUTO,
         api_key: str | None = None,
+        span: EnterSpan = untraced,
     ) -> None:
+        """``span`` is entered with the name of every phase, on the thread that goes through it."""
         self._endpoints = tuple(endpoints)
         self._control = control
         self._export = export
@@ -70,6 +73,7 @@ class WeightSync:
         self._bucket_bytes = bucket_mib * _MIB
         self._proof = proof
         self._api_key = api_key
+        self._span = span
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
         self._heap = HeapTrim()
@@ -141,7 +145,8 @@ class WeightSync:
     def _run_rank_zero(self, version: int, targets: Sequence[int]) -> RoundOutcome:
         started = time.perf_counter()
         round_id = uuid.uuid4().hex
-        canary_fault = self._answer_canary()
+        with self._span("canary"):
+            canary_fault = self._answer_canary()
         if canary_fault:
             return RoundOutcome(round_id, version, learner_fault=canary_fault)
         self._watch.begin("the transfer of weights")  # also until every rank has heard of the outcome
@@ -223,6 +228,7 @@ class WeightSync:
             self._transports,
             self._make_transport,
             distrusted=distrusted,
+            span=self._span,
         )
 
     def _start_and_feed(
@@ -235,7 +241,8 @@ class WeightSync:
                 push.start()
             for index, names in enumerate(self._export.plan(self._bucket_bytes)):
                 started = time.perf_counter()
-                bucket = self._read(index, names)
+                with self._span("export"):
+                    bucket = self._read(index, names)
                 seconds += time.perf_counter() - started
                 self._require_time_left(deadline, seconds)
                 if not handover.offer(bucket):

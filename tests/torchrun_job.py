@@ -116,6 +116,7 @@ def write_config(
     b_ratio: float,
     swift: dict[str, Any],
     record: bool = False,
+    trace: bool = False,
     evaluation: dict[str, Any] | None = None,
     **channel_b: Any,
 ) -> Path:
@@ -161,8 +162,7 @@ def write_config(
     }
     if evaluation is not None:
         config["stage2_ab"]["evaluation"] = evaluation
-    if record:
-        config["telemetry"] = {"record": True}
+    config["telemetry"] = {"record": record, "trace": trace}
     if server is not None:
         config["rollout"] = {
             "servers": [{"base_url": server.base_url, "group_port": server.group_port}],

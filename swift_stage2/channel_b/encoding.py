@@ -10,7 +10,6 @@ import base64
 import copy
 import importlib
 import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
+from swift_stage2.channel_b.image_files import find_image
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
@@ -45,6 +45,7 @@ class PromptEncoding:
     token_ids: tuple[int, ...]
     boxes: tuple[tuple[int, int, int, int], ...]
     images_size: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
+    space: tuple[int, int] | None = None  # (width, height) of what boxes are written in; None without images
 
 
 class Encoder:
@@ -102,7 +103,8 @@ class Encoder:
         boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
         _check_inside(boxes, inputs.images, self._template.norm_bbox)
         sizes = tuple(image.size for image in inputs.images)
-        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes, sizes)
+        space = _space(inputs.images, self._template.norm_bbox)
+        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes, sizes, space)
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Token ids of an answer, tokenised once as a whole, and each token's character offsets."""
@@ -272,9 +274,7 @@ def _image_as_base64(image: Any) -> str:
 
 
 def _read_image(path: str) -> bytes:
-    root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift resolves relative images against it
-    if root and not os.path.exists(path):
-        path = os.path.join(root, path)
+    path = find_image(path)
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -288,15 +288,23 @@ def _as_integers(box: Sequence[float]) -> tuple[int, int, int, int]:
 
 
 def _check_inside(boxes: Sequence[Box | tuple[int, ...]], images: Sequence[Any], norm_bbox: str) -> None:
-    if not images or not boxes:
+    space = _space(images, norm_bbox)
+    if space is None:
         return
-    width, height = (1000, 1000) if norm_bbox == "norm1000" else images[0].size
+    width, height = space
     for box in boxes:
         if len(images) == 1 and (box[2] > width or box[3] > height):
             raise SampleError(
                 f"a box must lie inside its image, got bbox={list(box)} width={width} height={height} "
                 "in the template's space; mend the annotation"
             )
+
+
+def _space(images: Sequence[Any], norm_bbox: str) -> tuple[int, int] | None:
+    if not images:
+        return None
+    width, height = (1000, 1000) if norm_bbox == "norm1000" else images[0].size
+    return width, height
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
 from swift_stage2.channel_b.sample_source import Rows, read_sample
@@ -84,6 +84,8 @@ class EvaluationEvents(PostEvents, Protocol):
     """Where this rank's part reports; implemented by the telemetry side."""
 
     def given_up(self, index: int, message: str) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -199,6 +201,7 @@ class RankEvaluation:
             failed[number] = str(error)
         else:
             qualities[number] = target.quality
+            self._events.matched(rollout, target, prompt.space)
 
     def _take(
         self,

@@ -8,25 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.records import Pack, Rollout, Segment
+from swift_stage2.channel_b.records import Pack, Rollout, Segment, Target
 from swift_stage2.channel_b.task import Task
 
 
-def make_segment(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Segment:
-    """One rollout parsed, matched, corrected and encoded.
+def make_segment(
+    rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task
+) -> tuple[Segment, Target]:
+    """One rollout parsed, matched, corrected and encoded; and the target that the segment carries.
 
     Raises:
         SampleError, MatchingError: the sample cannot be used.
     """
     sample = rollout.sample
     target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
-    return encoder.encode_segment(
+    segment = encoder.encode_segment(
         rollout,
         prompt,
         target,
         closing_weight=task.closing_weight,
         sample_id=f"{sample.key.epoch}:{sample.key.position}:{sample.key.index}",
     )
+    return segment, target
 
 
 def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capacity_tokens: int) -> Pack:

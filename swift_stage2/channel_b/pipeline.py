@@ -21,7 +21,7 @@ from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
+from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
@@ -35,6 +35,7 @@ from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionP
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.standing import Standing
+from swift_stage2.telemetry.activity import PipelineActivity
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,10 @@ class PipelineEvents(Protocol):
     ) -> None: ...
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None: ...
+
+    def enter(self, activity: PipelineActivity) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
@@ -175,6 +180,7 @@ class Pipeline:
             while not self._stop.is_set():
                 worked = self._work_once()
                 self.standing = None
+                self._events.enter(PipelineActivity.IDLE)
                 if not worked:
                     self._wake.wait(_IDLE_SLICE_S)
                     self._wake.clear()
@@ -185,6 +191,8 @@ class Pipeline:
                 return  # what it used is being closed
             self.failure = error
             logger.exception("channel B's pipeline failed")
+        finally:
+            self._events.enter(PipelineActivity.IDLE)
 
     def _work_once(self) -> bool:
         view = self._view
@@ -195,7 +203,7 @@ class Pipeline:
         if self._evaluation is None:
             return False
         # Training comes first: an evaluation has what production leaves, one batch at a time.
-        self._go_on_to("asks servers for an evaluation")
+        self._go_on_to(PipelineActivity.EVALUATING, "asks servers for an evaluation")
         return self._evaluation.ask(view.max_prompts)
 
     def _num_samples_wanted(self, view: StepView) -> int:
@@ -228,7 +236,7 @@ class Pipeline:
 
     def _produce(self, num_samples: int) -> bool:
         """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
-        self._go_on_to("reads rows and images")
+        self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples, requests = [], []
         for drawn in self._source.draw(num_samples):
             try:
@@ -246,7 +254,7 @@ class Pipeline:
             num_pixels=[num_pixels(request) for request in requests],
         )
         self._last_version_asked = self._clock.current
-        self._go_on_to(f"asks servers for {len(samples)} rollouts")
+        self._go_on_to(PipelineActivity.TICKET, f"asks servers for {len(samples)} rollouts")
         started = time.monotonic()
         outcome = self._client.generate(samples, requests)
         self._events.batch(outcome, time.monotonic() - started)
@@ -287,23 +295,24 @@ class Pipeline:
         return protect_from_abort(request) if sample.key in self._aborted else request
 
     def _prepare(self, rollout: Rollout) -> None:
-        self._go_on_to("matches and encodes a rollout")
+        self._go_on_to(PipelineActivity.PREPARING, "matches and encodes a rollout")
         started = time.monotonic()
         self._guard.observe(rollout.truncated)
         sample: Sample = rollout.sample
         try:
             prompt = self._encoder.encode_prompt(sample)
-            segment = make_segment(rollout, prompt, self._encoder, self._task)
+            segment, target = make_segment(rollout, prompt, self._encoder, self._task)
         except (SampleError, MatchingError) as error:
             self._quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
             return
         self._segments.append(segment)
         self.last_progress_s = time.monotonic()
         self._events.segment(segment, time.monotonic() - started)
+        self._events.matched(rollout, target, prompt.space)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
-            self._go_on_to("packs")
+            self._go_on_to(PipelineActivity.PACKING, "packs")
             self._drop_stale_segments()
             if not self._segments:
                 return
@@ -354,7 +363,8 @@ class Pipeline:
             self._quarantine(key, QuarantineReason.TOO_SLOW, message)
         self._source.give_back(again, reason)
 
-    def _go_on_to(self, what: str) -> None:
+    def _go_on_to(self, activity: PipelineActivity, what: str) -> None:
+        self._events.enter(activity)
         self.standing = Standing(f"channel B's pipeline {what}")
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:

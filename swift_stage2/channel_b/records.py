@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swift_stage2.channel_b.image_files import image_paths
+
 Box = tuple[float, float, float, float]
+IntegerBox = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class Sample:
     row: Mapping[str, Any]  # as the data set gives it; never changed
     labels: tuple[str, ...]
     boxes: tuple[Box, ...]  # x1, y1, x2, y2
+
+    @property
+    def image_paths(self) -> tuple[str | None, ...]:
+        """Absolute paths of its images; None for one that has no file of its own."""
+        return image_paths(self.row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,15 @@ class MatchQuality:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectMatch:
+    """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""
+
+    predicted: tuple[tuple[str, IntegerBox], ...]
+    truth: tuple[tuple[str, IntegerBox], ...]
+    pairs: tuple[tuple[int, int, float], ...]  # prediction, truth, IoU
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """The corrected answer to one rollout, tokenised once as a whole."""
 
@@ -83,6 +100,7 @@ class Target:
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]  # one per token, for ``loss_scale``
     quality: MatchQuality
+    match: ObjectMatch | None = None  # None of a task without boxes
 
 
 @dataclass(frozen=True, slots=True)

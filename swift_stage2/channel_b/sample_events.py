@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.records import SampleKey
+from swift_stage2.channel_b.records import Rollout, SampleKey, Target
 
 
 class ReturnReason(StrEnum):
@@ -71,3 +71,5 @@ class Unrecorded:
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None: ...
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...

@@ -13,11 +13,10 @@ import numpy as np
 
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Target
+from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.errors import ConfigError
 
-IntegerBox = tuple[int, int, int, int]
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 
@@ -99,6 +98,11 @@ class DetectionTask:
                 num_gated=match.gated,
                 num_truncated=int(rollout.truncated),
                 dropped={str(reason): count for reason, count in parsed.dropped.items()},
+            ),
+            match=ObjectMatch(
+                predicted=tuple((found.label, found.box) for found in parsed.objects),
+                truth=tuple(zip(labels, boxes, strict=True)),
+                pairs=tuple((*pair, iou) for pair, iou in zip(match.pairs, match.ious, strict=True)),
             ),
         )
 

@@ -48,10 +48,15 @@ class TelemetryConfig:
     """Per-rank events as JSON lines in the run directory."""
     trace: bool = False
     """Spans of every stage as a trace file; for finding out where time goes."""
+    gallery_rows: int = 256
+    """Rows of the data set, chosen by the seed, whose matches are kept whole for the report's gallery and its match
+    drift; 0 keeps none."""
     record: bool = False
     """Completions, plans and losses as JSON lines in the run directory, so that ``replay`` can run it again."""
 
     def __post_init__(self) -> None:
+        if self.gallery_rows < 0:
+            raise ConfigError(f"telemetry.gallery_rows must be 0 or more, got {self.gallery_rows}; write 256")
         if self.record and not self.audit:
             raise ConfigError(
                 "telemetry.record needs the ledger that telemetry.audit keeps, got record=true audit=false; write "

@@ -68,7 +68,7 @@ class PackMaker:
                 server=_RECORD,
                 spans=completion.spans,
             )
-            return make_segment(rollout, prompt, self.encoder, self.task)
+            return make_segment(rollout, prompt, self.encoder, self.task)[0]
         except (SampleError, MatchingError) as error:
             raise UserError(
                 f"row {key.index} could be trained in the run and cannot now: {error}; give the replay the same files"

@@ -1,20 +1,16 @@
-"""Splits the main thread's life into closed intervals, each spent on exactly one activity.
-
-One interval ends where the next begins, in integer nanoseconds, so that the activities add up to wall time
-exactly. The learner's main thread switches; any thread may read.
-"""
+"""What the main thread and the pipeline's thread do at every moment: the two actors whose time a run accounts for."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
 from swift_stage2.standing import Standing
+from swift_stage2.telemetry.interval_clock import NANOSECONDS, IntervalClock, OnClosed
 
-NANOSECONDS = 1_000_000_000
+__all__ = ["NANOSECONDS", "Activity", "ActivityClock", "PipelineActivity"]
 
 
 class Activity(StrEnum):
@@ -32,45 +28,46 @@ class Activity(StrEnum):
     """Start, shutdown, and what nothing else claims."""
 
 
+class PipelineActivity(StrEnum):
+    """What the pipeline's thread does."""
+
+    IDLE = "idle"
+    """Nothing: the pacer wants no pack now, or no server may be asked."""
+    READING = "reading"
+    """Rows and images."""
+    ASKING = "asking"
+    """A server works on a POST of this rank."""
+    TICKET = "ticket"
+    """It has something to ask and no POST is out: the fence is closed, or a lane settles an abandoned POST."""
+    PREPARING = "preparing"
+    """Parse, match, target, encode."""
+    PACKING = "packing"
+    EVALUATING = "evaluating"
+    """All of an evaluation's part, its POSTs included."""
+
+
 _OF_ANY_LENGTH = (Activity.EVALUATING, Activity.OTHER)
 
 
-class ActivityClock:
-    """Exactly one activity at every moment, from construction on; it starts in ``OTHER``."""
+class ActivityClock(IntervalClock[Activity]):
+    """The main thread's, which alone switches it; it starts in ``OTHER``."""
 
-    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._now_ns = now_ns
-        self._lock = threading.Lock()
-        self._total_ns = dict.fromkeys(Activity, 0)
-        self._current = Activity.OTHER
-        self._since_ns = self._started_ns = now_ns()
+    def __init__(
+        self, now_ns: Callable[[], int] = time.perf_counter_ns, on_closed: OnClosed | None = None
+    ) -> None:
+        super().__init__(Activity.OTHER, now_ns, on_closed)
         self.standing: Standing | None = None
         """What the main thread is at; None in activities that nobody can call too long."""
 
-    @property
-    def wall_ns(self) -> int:
-        """Wall time up to the last switch or reading: one subtraction, not the sum of the activities."""
-        with self._lock:
-            return self._since_ns - self._started_ns
-
-    @property
-    def current(self) -> Activity:
-        """What the main thread does now."""
-        return self._current
-
     def switch(self, activity: Activity | str) -> Activity:
-        """End the current interval and begin the next; return the activity that ended.
+        """As every clock does.
 
         Raises:
             ValueError: ``activity`` is none of ``Activity``.
         """
         following = Activity(activity)
-        with self._lock:
-            self._close_interval()
-            ended, self._current = self._current, following
-            self.standing = (
-                None if following in _OF_ANY_LENGTH else Standing(f"the main thread is {following}")
-            )
+        ended = super().switch(following)
+        self.standing = None if following in _OF_ANY_LENGTH else Standing(f"the main thread is {following}")
         return ended
 
     @contextmanager
@@ -81,29 +78,3 @@ class ActivityClock:
             yield
         finally:
             self.switch(outer)
-
-    def totals_ns(self) -> dict[Activity, int]:
-        """Nanoseconds per activity until now. Their sum is the wall time exactly."""
-        with self._lock:
-            self._close_interval()
-            return dict(self._total_ns)
-
-    def seconds(self) -> dict[Activity, float]:
-        """``totals_ns`` in seconds."""
-        return {activity: total / NANOSECONDS for activity, total in self.totals_ns().items()}
-
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps; time between two processes of a run belongs to no activity."""
-        return {str(activity): total for activity, total in self.totals_ns().items()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Add the time of the processes before this one."""
-        with self._lock:
-            for activity in Activity:
-                self._total_ns[activity] += state.get(activity, 0)
-                self._started_ns -= state.get(activity, 0)
-
-    def _close_interval(self) -> None:
-        now = self._now_ns()
-        self._total_ns[self._current] += now - self._since_ns
-        self._since_ns = now

@@ -53,6 +53,8 @@ class AuditLog:
         self._mid_line = False
         self._num_lost = 0
         self._closed = path is None
+        self.num_bytes = 0
+        """That this log has written."""
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a record. Values may be numbers, text, enums, paths, records, and containers of them."""
@@ -105,6 +107,7 @@ class AuditLog:
         rest = b"\n" + line if self._mid_line else line
         while rest:
             written = AuditLog.put(descriptor, rest)
+            self.num_bytes += written
             rest = rest[written:]
             self._mid_line = bool(rest)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.facts import EvaluationFacts, KeyFacts
+from swift_stage2.telemetry.facts import EvaluationFacts, KeyFacts, RolloutFacts, TargetFacts
+from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.metrics import PREFIX
 
 
 class EvaluationRecorder:
     """One rank's side of evaluations."""
 
-    def __init__(self, audit: AuditLog) -> None:
+    def __init__(self, audit: AuditLog, matches: MatchLog) -> None:
         self._audit = audit
+        self._matches = matches
         self._versions: dict[str, int] = {}  # of the POST that each server is asked; a lane has one at a time
 
     def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
@@ -35,6 +37,10 @@ class EvaluationRecorder:
             seconds=seconds,
             rows=[key.index for key in keys],
         )
+
+    def matched(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+        """A sample was answered; ``space`` is that of the boxes, width and height."""
+        self._matches.evaluation(rollout, target, space)
 
     def given_up(self, index: int, message: str) -> None:
         """Row ``index`` of the validation set counts as failed."""

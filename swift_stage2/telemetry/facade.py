@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.telemetry import merging, scalars
-from swift_stage2.telemetry.activity import Activity, ActivityClock
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
 from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.evaluation_recorder import EvaluationRecorder
@@ -24,6 +24,7 @@ from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
 from swift_stage2.telemetry.ledger import Ledger, ledger_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.telemetry.match_log import MatchLog, matches_path
 from swift_stage2.telemetry.merging import SumAcrossRanks
 from swift_stage2.telemetry.metrics import PREFIX
 from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
@@ -50,18 +51,22 @@ class Telemetry:
         audit: bool = True,
         trace: bool = False,
         record: bool = False,
+        kept_rows: Container[int] = frozenset(),
         live: LiveView | None = None,
         total_steps: int = 0,
         queue_limit: int | None = None,
     ) -> None:
-        """``queue_limit`` None means that there is no channel B. ``live`` is used on rank 0 only, and closed here."""
+        """``queue_limit`` None means that there is no channel B. ``live`` is used on rank 0 only, and closed here.
+
+        ``kept_rows`` of the data set have their matches kept whole.
+        """
         self._run_dir = run_dir
         self._rank = rank
         self._world_size = world_size
         self._storage = StorageWarning()
         self.counters = Counters()
-        self.clock = ActivityClock()
         self.trace = Trace(trace)
+        self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
         self.audit = AuditLog(audit_path(run_dir, rank) if audit else None, rank, warning=self._storage)
         keeps_ledger = audit and queue_limit is not None
         self.ledger = Ledger(
@@ -70,8 +75,14 @@ class Telemetry:
         self.record = RunRecord(
             AuditLog(record_path(run_dir, rank) if record else None, rank, warning=self._storage)
         )
-        self.pipeline = PipelineRecorder(self.counters, self.audit, self.ledger, self.record, self.trace)
-        self.evaluation = EvaluationRecorder(self.audit)
+        self.matches = MatchLog(
+            AuditLog(matches_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage),
+            kept_rows,
+        )
+        self.pipeline = PipelineRecorder(
+            self.counters, self.audit, self.ledger, self.record, self.matches, self.trace
+        )
+        self.evaluation = EvaluationRecorder(self.audit, self.matches)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
@@ -85,8 +96,8 @@ class Telemetry:
 
     @contextmanager
     def activity(self, name: Activity | str) -> Iterator[None]:
-        """Count the block's time on the main thread under ``name``, and trace it."""
-        with self.clock.activity(name), self.trace.span(str(name)):
+        """Count the block's time on the main thread under ``name``."""
+        with self.clock.activity(name):
             yield
 
     def record_start(self, step: int, **settings: Any) -> None:
@@ -103,6 +114,8 @@ class Telemetry:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
         self._recorder.step(facts)
         self.record.step(facts)
+        end_ns = self.trace.now_ns()
+        self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
         if self._board is not None:
             self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
         self._tracker.step(facts)
@@ -174,6 +187,7 @@ class Telemetry:
         return {
             "counters": self.counters.state_dict(),
             "activity_ns": self.clock.state_dict(),
+            "pipeline_ns": self.pipeline.clock.state_dict(),
             "window_start": dict(self._window_start),
         }
 
@@ -181,6 +195,7 @@ class Telemetry:
         """Continue from a checkpoint; called once, before the first step."""
         self.counters.load_state_dict(state["counters"])
         self.clock.load_state_dict(state["activity_ns"])
+        self.pipeline.clock.load_state_dict(state.get("pipeline_ns", {}))
         self._window_start = dict(state["window_start"])
         self._recorder.resumed()
 
@@ -193,9 +208,11 @@ class Telemetry:
         self.audit.close()
         self.ledger.close()
         self.record.close()
+        self.matches.close()
         if self._board is not None:
             self._flush_plans()
             self._board.close()
+        self.clock.switch(self.clock.current)  # ends the last interval
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
         self._tell(lambda live: live.close())
 
@@ -219,7 +236,14 @@ class Telemetry:
             numbers=numbers,
             activity_ns=activity_ns,
             wall_ns=self.clock.wall_ns,
+            **self._pipeline_time(),
         )
+
+    def _pipeline_time(self) -> dict[str, Any]:
+        if self._queue_limit is None:
+            return {}
+        pipeline_ns, wall_ns = self.pipeline.clock.read_ns()
+        return {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
 
     def _flush_plans(self) -> None:
         assert self._board is not None

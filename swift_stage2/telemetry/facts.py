@@ -65,10 +65,13 @@ class KeyFacts(Protocol):
 
 
 class SampleFacts(Protocol):
-    """One sample."""
+    """One sample. ``image_paths`` are absolute; None for an image that has no file of its own."""
 
     @property
     def key(self) -> KeyFacts: ...
+
+    @property
+    def image_paths(self) -> Sequence[str | None]: ...
 
 
 class SpanFacts(Protocol):
@@ -101,6 +104,36 @@ class RolloutFacts(Protocol):
 
     @property
     def spans(self) -> Sequence[SpanFacts]: ...
+
+
+ObjectFacts = tuple[str, tuple[int, int, int, int]]
+"""A label, and a box in the template's coordinate space."""
+
+
+class MatchFacts(Protocol):
+    """What a rollout found and what there was; ``pairs`` are prediction, truth, IoU."""
+
+    @property
+    def predicted(self) -> Sequence[ObjectFacts]: ...
+
+    @property
+    def truth(self) -> Sequence[ObjectFacts]: ...
+
+    @property
+    def pairs(self) -> Sequence[tuple[int, int, float]]: ...
+
+
+class TargetFacts(Protocol):
+    """The corrected answer. ``match`` is None of a task without boxes."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def quality(self) -> QualityFacts: ...
+
+    @property
+    def match(self) -> MatchFacts | None: ...
 
 
 class SegmentFacts(Protocol):

@@ -6,13 +6,26 @@ since the last progress, which tells a slow pipeline from a dead one.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.facts import BatchFacts, KeyFacts, PackFacts, QualityFacts, SegmentFacts
+from swift_stage2.telemetry.facts import (
+    BatchFacts,
+    KeyFacts,
+    PackFacts,
+    QualityFacts,
+    RolloutFacts,
+    SegmentFacts,
+    TargetFacts,
+)
+from swift_stage2.telemetry.interval_clock import IntervalClock
 from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.run_record import RunRecord
 from swift_stage2.telemetry.spans import Trace
 
@@ -28,6 +41,7 @@ class PipelineRecorder:
         audit: AuditLog,
         ledger: Ledger,
         record: RunRecord,
+        matches: MatchLog,
         trace: Trace,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -35,7 +49,11 @@ class PipelineRecorder:
         self._audit = audit
         self._ledger = ledger
         self._record = record
+        self._matches = matches
         self._trace = trace
+        self.clock = IntervalClock(PipelineActivity.IDLE, trace.now_ns, trace.recorder_of("pipeline"))
+        self._num_posts_out = 0
+        self._posts_lock = threading.Lock()
         self._now_s = now_s
         self._last_progress_s = now_s()
 
@@ -71,6 +89,30 @@ class PipelineRecorder:
         """Rows and images of drawn samples were read."""
         self._ledger.read(keys, num_objects=num_objects, num_pixels=num_pixels)
 
+    def enter(self, activity: PipelineActivity) -> None:
+        """What the pipeline's thread does from now on."""
+        self.clock.switch(activity)
+
+    @contextmanager
+    def post(self) -> Iterator[None]:
+        """One POST is out, on its lane's thread. The pipeline is asking while at least one is."""
+        with self._posts_lock:
+            self._num_posts_out += 1
+            if self._num_posts_out == 1:
+                self.clock.switch_from(PipelineActivity.TICKET, PipelineActivity.ASKING)
+        try:
+            with self._trace.span("POST"):
+                yield
+        finally:
+            with self._posts_lock:
+                self._num_posts_out -= 1
+                if self._num_posts_out == 0:
+                    self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
+
+    def matched(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+        """What became of a rollout whose segment was just told; ``space`` is that of the boxes, width and height."""
+        self._matches.training(rollout, target, space)
+
     def segment(self, segment: SegmentFacts, seconds: float) -> None:
         """One rollout became a segment: parsed, matched, corrected and encoded."""
         self._stage("prepare", seconds)
@@ -104,8 +146,9 @@ class PipelineRecorder:
 
     def _stage(self, name: str, seconds: float) -> None:
         self._counters.add(f"stage_seconds/{name}", max(0.0, seconds))
-        end_ns = self._trace.now_ns()
-        self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
+        if name != "rollout":  # its POSTs have spans of their own
+            end_ns = self._trace.now_ns()
+            self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
 
     def _count_quality(self, quality: QualityFacts) -> None:
         add = self._counters.add

@@ -1,7 +1,8 @@
 """Records who did what when: closed intervals of every thread, for a trace that Perfetto can show.
 
 Off, a span is one shared object that does nothing. On, it is two clock reads and an append to a bounded
-buffer that forgets its oldest entries and counts them. Clocks of ranks are aligned through Unix time.
+buffer that forgets its oldest entries and counts them. Times are Unix time, moved by what the ranks found their
+clocks to differ by (``clock_alignment``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,25 @@ from swift_stage2.telemetry.storage_warning import StorageWarning
 
 DEFAULT_CAPACITY = 200_000
 _NOTHING = nullcontext()
+EnterSpan = Callable[[str], AbstractContextManager[None]]
+
+
+def untraced(name: str) -> AbstractContextManager[None]:
+    """The span of whoever is not traced."""
+    return _NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """Nanoseconds by which a rank's clock is ahead of rank 0's, and how well that is known."""
+
+    offset_ns: int = 0
+    uncertainty_ns: int = 0
+
+    @property
+    def correction_ns(self) -> int:
+        """What to take from this rank's times."""
+        return self.offset_ns if abs(self.offset_ns) > self.uncertainty_ns else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +49,8 @@ class Span:
     """One closed interval of one thread, in nanoseconds of ``time.perf_counter_ns``."""
 
     name: str
-    thread: str
+    track: str
+    """The thread, or the actor whose activities follow each other there."""
     start_ns: int
     end_ns: int
 
@@ -62,19 +84,25 @@ class Trace:
         self._num_recorded = 0
         self._lock = threading.Lock()
         self._unix_offset_ns = time.time_ns() - now_ns()
+        self.clock_offset = ClockOffset()
+        """What this rank's Unix time is ahead of rank 0's."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A block to be recorded under ``name``, also when it raises."""
         return _OpenSpan(self, name) if self.enabled else _NOTHING
 
-    def record(self, name: str, start_ns: int, end_ns: int) -> None:
-        """Record an interval that the caller measured on this thread."""
+    def record(self, name: str, start_ns: int, end_ns: int, track: str | None = None) -> None:
+        """Record an interval that the caller measured, by default on this thread's track."""
         if not self.enabled:
             return
-        span = Span(name, threading.current_thread().name, start_ns, end_ns)
+        span = Span(name, track or threading.current_thread().name, start_ns, end_ns)
         with self._lock:
             self._spans.append(span)
             self._num_recorded += 1
+
+    def recorder_of(self, track: str) -> Callable[[str, int, int], None]:
+        """``record`` for a track of its own."""
+        return partial(self.record, track=track)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -89,23 +117,28 @@ class Trace:
             return self._num_recorded - len(self._spans)
 
     def chrome_trace(self, rank: int) -> dict[str, Any]:
-        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
+        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of rank 0's Unix
+        time."""
         spans = self.spans
-        threads = {name: index for index, name in enumerate(dict.fromkeys(span.thread for span in spans))}
+        to_unix_ns = self._unix_offset_ns - self.clock_offset.correction_ns
+        tracks = {name: index for index, name in enumerate(dict.fromkeys(span.track for span in spans))}
         names = [_metadata("process_name", rank, 0, f"rank {rank}")]
-        names += [_metadata("thread_name", rank, index, name) for name, index in threads.items()]
+        names += [_metadata("thread_name", rank, index, name) for name, index in tracks.items()]
         events = [
             {
                 "ph": "X",
                 "name": span.name,
                 "pid": rank,
-                "tid": threads[span.thread],
-                "ts": (span.start_ns + self._unix_offset_ns) / 1000,
+                "tid": tracks[span.track],
+                "ts": (span.start_ns + to_unix_ns) / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
             }
             for span in spans
         ]
-        return {"traceEvents": names + events, "otherData": {"num_forgotten": self.num_forgotten}}
+        return {
+            "traceEvents": names + events,
+            "otherData": {"num_forgotten": self.num_forgotten, "clock_offset": asdict(self.clock_offset)},
+        }
 
     def save(self, path: Path, rank: int, warning: StorageWarning) -> None:
         """Write the Chrome trace to ``path``, whole or not at all."""

@@ -21,7 +21,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment
+from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
@@ -32,6 +32,7 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 from swift_stage2.telemetry.ledger_account import account_of
 
@@ -63,6 +64,8 @@ class Recorder:
     stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     num_batches: int = 0
+    activities: list[PipelineActivity] = field(default_factory=list)
+    matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
     reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=lambda: Ledger(AuditLog(None)))
 
@@ -76,6 +79,12 @@ class Recorder:
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         self.num_batches += 1
         self._tell()
+
+    def enter(self, activity: PipelineActivity) -> None:
+        self.activities.append(activity)
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        self.matches.append((rollout.sample.key, target, space))
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)

@@ -13,7 +13,7 @@ from real_model import make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import MAX_ASKS, EvaluationCounts, RankEvaluation
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.config import DecodingConfig
@@ -34,12 +34,16 @@ class Recorder(Unrecorded):
         self.given_up_rows: dict[int, str] = {}
         self.posts: list[tuple[str, int]] = []
         self.ends: list[str] = []
+        self.matches: list[tuple[int, Target, tuple[int, int] | None]] = []
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         self.posts.append((server, version))
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         self.ends.append(end)
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        self.matches.append((rollout.sample.key.index, target, space))
 
     def given_up(self, index: int, message: str) -> None:
         assert index not in self.given_up_rows, "given up twice"

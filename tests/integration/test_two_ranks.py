@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
+from swift_stage2.telemetry.audit import read_audit
 from swift_stage2.telemetry.ledger import Entry, ledger_path, read_ledger, read_ledgers
 from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.telemetry.match_log import matches_path
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,7 +35,7 @@ def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
 def long_run(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server) -> LearnerRun:
     """200 steps over 33 epochs of 6 windows, the last of which has one micro_step instead of three."""
     directory = tmp_path_factory.mktemp("runs") / "long"
-    config = write_config(directory, rows_file, server, b_ratio=0.3, swift={"max_steps": 200})
+    config = write_config(directory, rows_file, server, b_ratio=0.3, swift={"max_steps": 200}, trace=True)
     run = run_learner(config, directory, ranks=2)
     assert run.status == 0, run.output[-3000:]
     return run
@@ -115,6 +119,61 @@ def test_activities_sum_to_wall_time(long_run: LearnerRun) -> None:
         started = long_run.audit(rank, "start")[0]["time"]
         total_s = sum(last["activity_ns"].values()) / 1e9
         assert total_s == pytest.approx(last["time"] - started, abs=2.0)
+
+
+def test_the_pipelines_time_sums_to_wall_time(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        last = long_run.audit(rank, "metrics")[-1]
+        spent = last["pipeline_ns"]
+        assert sum(spent.values()) == last["pipeline_wall_ns"]
+        assert last["pipeline_wall_ns"] == pytest.approx(last["wall_ns"], abs=2e9)
+        assert all(
+            spent[name] > 0 for name in ("idle", "reading", "asking", "ticket", "preparing", "packing")
+        )
+
+
+def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        trace = json.loads((long_run.directory / "trace" / f"rank{rank}.json").read_text())
+        assert trace["otherData"]["num_forgotten"] == 0
+        names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+        spans = [(names[e["tid"]], e) for e in trace["traceEvents"] if e["ph"] == "X"]
+        last = long_run.audit(rank, "metrics")[-1]
+        for actor, totals in (("learner", last["activity_ns"]), ("pipeline", last["pipeline_ns"])):
+            intervals = [event for track, event in spans if track == actor]
+            for one, following in itertools.pairwise(intervals):
+                assert one["ts"] + one["dur"] == pytest.approx(following["ts"], abs=1.0)
+            for activity in ("busy", "syncing", "asking", "preparing"):
+                if activity in totals:
+                    traced_us = sum(event["dur"] for event in intervals if event["name"] == activity)
+                    assert traced_us == pytest.approx(totals[activity] / 1000, rel=1e-6, abs=1.0)
+        kinds = {event["name"] for _, event in spans}
+        assert {"micro_step", "plan", "POST", "prepare", "pack"} <= kinds
+        if rank == 0:
+            assert {"canary", "export", "begin", "connect", "push", "acknowledge", "prove"} <= kinds
+
+
+def test_kept_matches_are_those_of_the_ledger(long_run: LearnerRun) -> None:
+    for rank in (0, 1):
+        matches = read_audit(matches_path(long_run.directory, rank))
+        told = {
+            tuple(s)
+            for r in read_ledger(ledger_path(long_run.directory, rank))
+            if r["kind"] == "matched"
+            for s in r["samples"]
+        }
+        kept = [tuple(record["sample"]) for record in matches]
+        assert set(kept) == told, "the data set has fewer rows than are kept"
+        assert all(Path(path).is_file() for record in matches for path in record["images"])
+        for record in matches:
+            width, height = record["space"]
+            assert all(
+                0 <= b[0] <= b[2] <= width and 0 <= b[1] <= b[3] <= height
+                for b in (t["box"] for t in record["truth"])
+            )
+            assert all(
+                p < len(record["predicted"]) and t < len(record["truth"]) for p, t, _ in record["pairs"]
+            )
 
 
 def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, server: Server) -> None:

@@ -42,6 +42,7 @@ from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.weight_export import WeightExport
@@ -149,6 +150,10 @@ class RankEvents:
         counts["samples returned"] += len(outcome.returned)
         for reason in outcome.suspects.values():
             self._ledger.suspicion(self._rank, reason)
+
+    def enter(self, activity: PipelineActivity) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self._told.matched(segment)

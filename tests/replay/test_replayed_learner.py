@@ -68,7 +68,7 @@ def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: S
             server="http://s",
             spans=completion.spans,
         )
-        segments.append(make_segment(rollout, prompt, encoder, TASK))
+        segments.append(make_segment(rollout, prompt, encoder, TASK)[0])
     return make_pack("p", segments, encoder, PACKING_LENGTH)
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.telemetry.activity import Activity, ActivityClock
+from swift_stage2.telemetry.activity import Activity, ActivityClock, PipelineActivity
+from swift_stage2.telemetry.interval_clock import IntervalClock
 
 
 class Ticks:
@@ -73,6 +75,50 @@ def test_nested_blocks_return_to_the_outer_activity(tree: Block) -> None:
 
     run(tree, Activity.OTHER)
     assert clock.totals_ns() == expected
+
+
+@given(st.integers(0, 10**15), moves)
+def test_closed_intervals_tile_the_time_line(start: int, steps: list[tuple[Activity, int]]) -> None:
+    """In whatever way the totals are read meanwhile: no gap, no overlap, and the same sums as the totals."""
+    ticks, closed = Ticks(start), list[tuple[str, int, int]]()
+    clock = ActivityClock(ticks, lambda *interval: closed.append(interval))
+    for activity, duration in steps:
+        clock.switch(activity)
+        ticks.now_ns += duration
+        clock.totals_ns()
+    clock.switch(clock.current)
+    assert all(begin < end for _, begin, end in closed)
+    edges = [edge for _, begin, end in closed for edge in (begin, end)]
+    if closed:
+        assert (edges[0], edges[-1]) == (start, ticks.now_ns)
+        assert edges[1:-1:2] == edges[2::2], "each begins where the one before ended"
+    for activity, total in clock.totals_ns().items():
+        assert sum(end - begin for name, begin, end in closed if name == activity) == total
+
+
+def test_a_switch_from_what_is_not_current_changes_nothing() -> None:
+    clock = IntervalClock(PipelineActivity.TICKET)
+    assert not clock.switch_from(PipelineActivity.ASKING, PipelineActivity.IDLE)
+    assert clock.current is PipelineActivity.TICKET
+    assert clock.switch_from(PipelineActivity.TICKET, PipelineActivity.ASKING)
+    assert clock.current is PipelineActivity.ASKING
+
+
+def test_totals_and_wall_time_are_of_one_moment_whoever_switches() -> None:
+    clock = IntervalClock(PipelineActivity.IDLE)
+    ended = threading.Event()
+
+    def lane() -> None:
+        while not ended.is_set():
+            clock.switch_from(PipelineActivity.IDLE, PipelineActivity.ASKING)
+            clock.switch_from(PipelineActivity.ASKING, PipelineActivity.IDLE)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    readings = [clock.read_ns() for _ in range(2000)]
+    ended.set()
+    thread.join(10)
+    assert all(sum(totals.values()) == wall for totals, wall in readings)
 
 
 def test_a_block_that_raises_returns_too() -> None:

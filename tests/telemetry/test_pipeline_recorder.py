@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import threading
+
 from swift_stage2.channel_b.rollout_client import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.telemetry import AuditLog, Counters, PipelineRecorder, Trace
+from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.run_record import RunRecord
+
+PATIENCE_S = 10.0
+
+
+def recorder(counters: Counters | None = None, *, trace: bool = False) -> PipelineRecorder:
+    log = AuditLog(None)
+    return PipelineRecorder(
+        counters or Counters(), log, Ledger(log), RunRecord(log), MatchLog(log, ()), Trace(trace)
+    )
 
 
 def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
     counters = Counters()
-    recorder = PipelineRecorder(
-        counters, AuditLog(None), Ledger(AuditLog(None)), RunRecord(AuditLog(None)), Trace(False)
-    )
     failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
-    recorder.batch(BatchOutcome(failures=failures), seconds=0.1)
+    recorder(counters).batch(BatchOutcome(failures=failures), seconds=0.1)
     assert counters.value("rollouts_failed") == 1
+
+
+def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:
+    pipeline = recorder()
+    current = lambda: pipeline.clock.current  # noqa: E731
+    pipeline.enter(PipelineActivity.TICKET)
+    first_ends, first_is_out = threading.Event(), threading.Event()
+
+    def other_lane() -> None:
+        with pipeline.post():
+            first_is_out.set()
+            first_ends.wait(PATIENCE_S)
+
+    lane = threading.Thread(target=other_lane)
+    lane.start()
+    assert first_is_out.wait(PATIENCE_S)
+    assert current() is PipelineActivity.ASKING
+    with pipeline.post():
+        first_ends.set()
+        lane.join(PATIENCE_S)
+        assert current() is PipelineActivity.ASKING, "the second is still out"
+    assert current() is PipelineActivity.TICKET
+
+
+def test_posts_of_an_evaluation_belong_to_it() -> None:
+    pipeline = recorder()
+    pipeline.enter(PipelineActivity.EVALUATING)
+    with pipeline.post():
+        assert pipeline.clock.current is PipelineActivity.EVALUATING
+    assert pipeline.clock.current is PipelineActivity.EVALUATING
+
+
+def test_a_post_that_outlives_its_batch_changes_nothing() -> None:
+    """A lane may still end its call when the pipeline's thread has gone on."""
+    pipeline = recorder()
+    pipeline.enter(PipelineActivity.TICKET)
+    with pipeline.post():
+        pipeline.enter(PipelineActivity.IDLE)
+    assert pipeline.clock.current is PipelineActivity.IDLE

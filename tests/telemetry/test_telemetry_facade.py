@@ -366,11 +366,11 @@ def test_a_full_disk_gives_one_warning_for_everything(
 
 def test_the_trace_holds_activities_and_stages(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
-    with telemetry.activity("syncing"):
+    with telemetry.activity("syncing"), telemetry.pipeline.post():
         produce(telemetry)
     telemetry.close()
     events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
-    assert {"syncing", "rollout", "prepare", "pack"} <= {event["name"] for event in events}
+    assert {"syncing", "POST", "prepare", "pack"} <= {event["name"] for event in events}
 
 
 def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

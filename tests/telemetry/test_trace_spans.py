@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.spans import ClockOffset, Trace
 from swift_stage2.telemetry.storage_warning import StorageWarning
 
 
@@ -27,7 +27,7 @@ def test_spans_are_closed_intervals_of_their_thread() -> None:
     inner, outer = trace.spans
     assert (inner.name, outer.name) == ("inner", "outer")
     assert outer.start_ns < inner.start_ns < inner.end_ns < outer.end_ns
-    assert outer.thread == threading.current_thread().name
+    assert outer.track == threading.current_thread().name
 
 
 def test_a_block_that_raises_is_recorded() -> None:
@@ -83,6 +83,29 @@ def test_clocks_of_ranks_are_aligned_through_unix_time() -> None:
     (first,) = (e["ts"] for e in base.chrome_trace(0)["traceEvents"] if e["ph"] == "X")
     (second,) = (e["ts"] for e in ahead.chrome_trace(1)["traceEvents"] if e["ph"] == "X")
     assert abs(first - second) < 60e6, "the offsets were taken at most moments apart"
+
+
+@pytest.mark.parametrize(
+    ("offset", "moved"), [(ClockOffset(5_000_000, 1_000), 5_000_000), (ClockOffset(400, 1_000), 0)]
+)
+def test_an_offset_larger_than_its_uncertainty_is_taken_off(offset: ClockOffset, moved: int) -> None:
+    trace = Trace(True, now_ns=Ticks())
+    trace.record("here", 10**9, 10**9)
+    (before,) = (event["ts"] for event in trace.chrome_trace(1)["traceEvents"] if event["ph"] == "X")
+    trace.clock_offset = offset
+    (after,) = (event["ts"] for event in trace.chrome_trace(1)["traceEvents"] if event["ph"] == "X")
+    assert before - after == pytest.approx(moved / 1000, abs=0.5)
+
+
+def test_an_actor_has_a_track_of_its_own() -> None:
+    trace = Trace(True)
+    trace.recorder_of("learner")("busy", 0, 1)
+    with trace.span("micro_step"):
+        pass
+    assert [(span.name, span.track) for span in trace.spans] == [
+        ("busy", "learner"),
+        ("micro_step", threading.current_thread().name),
+    ]
 
 
 def test_a_full_disk_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +56,7 @@ class RolloutClient:
         on_abandoned: Callable[[str], None] = lambda url: None,
         is_lost: Callable[[str, int], bool] = lambda url, version: False,
         events: PostEvents | None = None,
+        watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """No server is proven at first.
 
@@ -63,7 +65,8 @@ class RolloutClient:
         our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
         fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held. ``is_lost`` says
         of a base URL whether what was proven there for a version is known to have ended: a stock server's answers do
-        not tell who gives them. ``events`` hears of every POST that brings no terms of its own, on the lane's thread.
+        not tell who gives them. ``events`` hears of every POST that brings no terms of its own, on the lane's thread;
+        ``watch_post`` is entered there for the time that any POST is out.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
@@ -82,6 +85,7 @@ class RolloutClient:
             canary=canary,
             on_abandoned=on_abandoned,
             is_lost=is_lost,
+            watch_post=watch_post,
         )
         self._terms = Terms(decoding, events or Unrecorded())
         urls = [url.rstrip("/") for url in servers]

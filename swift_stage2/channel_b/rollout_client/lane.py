@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class LaneSettings:
     canary: Request | None
     on_abandoned: Callable[[str], None]
     is_lost: Callable[[str, int], bool]
+    watch_post: Callable[[], AbstractContextManager[None]]
 
 
 class ServerLane:
@@ -137,7 +138,8 @@ class ServerLane:
         if keys:
             share.terms.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
         started = time.monotonic()
-        result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
+        with self._settings.watch_post():
+            result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
         post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
         share.num_posts += 1
         result = self._doubt(result, ticket.version)

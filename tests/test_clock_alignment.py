@@ -1,0 +1,64 @@
+"""Clocks of ranks against each other, over a control group whose members leave together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from swift_stage2.clock_alignment import align_clocks
+from swift_stage2.collectives import NoteBoard, SingleRank
+from swift_stage2.telemetry.spans import ClockOffset
+
+PATIENCE_S = 20.0
+
+
+class Room:
+    """Where threads meet as ranks do."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.texts = [""] * world_size
+
+
+class ThreadRank(SingleRank):
+    def __init__(self, room: Room, rank: int) -> None:
+        self.notes = NoteBoard()
+        self._room, self.rank = room, rank
+
+    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
+        self._room.barrier.wait(PATIENCE_S)
+        return tuple(values)
+
+    def gather(self, text: str) -> tuple[str, ...]:
+        self._room.texts[self.rank] = text
+        self._room.barrier.wait(PATIENCE_S)
+        return tuple(self._room.texts)
+
+
+def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
+    ahead_ns = [0, 3600 * 10**9, -5 * 10**9]
+    room = Room(len(ahead_ns))
+
+    def align(rank: int) -> ClockOffset:
+        return align_clocks(ThreadRank(room, rank), lambda: time.time_ns() + ahead_ns[rank])
+
+    with ThreadPoolExecutor(len(ahead_ns)) as pool:
+        offsets = list(pool.map(align, range(len(ahead_ns))))
+    for offset, ahead in zip(offsets, ahead_ns, strict=True):
+        assert abs(offset.offset_ns - ahead) <= 10**9, "threads leave a barrier within a second"
+    assert offsets[0] == ClockOffset(0, 0)
+    assert offsets[0].correction_ns == 0
+    assert offsets[1].correction_ns == offsets[1].offset_ns
+    assert offsets[2].correction_ns == offsets[2].offset_ns
+
+
+def test_an_offset_within_its_uncertainty_corrects_nothing() -> None:
+    assert ClockOffset(900, 1000).correction_ns == 0
+    assert ClockOffset(-900, 1000).correction_ns == 0
+    assert ClockOffset(-1100, 1000).correction_ns == -1100
+
+
+def test_a_single_rank_is_its_own_clock() -> None:
+    assert align_clocks(SingleRank()) == ClockOffset(0, 0)
