@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import load_config
@@ -19,6 +19,7 @@ from swift_stage2.launch.ports import refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.readiness import ReadinessProbe
 from swift_stage2.launch.run_end import describe_end
+from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.model_check import check_model
@@ -50,13 +51,18 @@ def launch(
         show(f"[launch] warning: {warning}")
     output_dir, since = plan.log_dir.parent, time.time()
     show(f"[launch] logs in {plan.log_dir}, run directory in {output_dir}")
-    status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show)
+    view = RunView(output_dir, since)
+    status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
     show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
     return status
 
 
 def run_plan(
-    plan: LaunchPlan, api_key: str | None, start_timeout_s: float, show: Callable[[str], None]
+    plan: LaunchPlan,
+    api_key: str | None,
+    start_timeout_s: float,
+    show: Callable[[str], None],
+    view: RunView | None = None,
 ) -> int:
     """Starts, waits, follows and ends everything that ``plan`` names; see ``launch``."""
     try:
@@ -76,7 +82,8 @@ def run_plan(
             _wait_until_answering(job, signals, servers, check, api_key, start_timeout_s)
         if signals.received is None:
             learner = job.start(plan.learner)
-            _follow(job, signals, learner, servers)
+            with view or nullcontext():
+                _follow(job, signals, learner, servers, view)
         if signals.received is not None:
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
@@ -179,10 +186,18 @@ def _refuse_missing(server: ManagedServer, probe: ReadinessProbe, start_timeout_
         )
 
 
-def _follow(job: Job, signals: StopSignals, learner: ProcessTree, servers: Sequence[ManagedServer]) -> None:
+def _follow(
+    job: Job,
+    signals: StopSignals,
+    learner: ProcessTree,
+    servers: Sequence[ManagedServer],
+    view: RunView | None,
+) -> None:
     """Until the learner ends or a signal comes. A server that ends is told of; the learner runs on."""
     while learner.poll() is None and signals.received is None:
         job.step()
+        if view is not None:
+            view.refresh()
         for server in servers:
             server.watch(job)
 

@@ -15,7 +15,7 @@ _TAIL_BYTES = 1 << 20
 
 def describe_end(output_dir: Path, status: int, since: float) -> str:
     """The launch's last words. ``since``: Unix seconds of its start; what was written before is of an earlier run."""
-    run_dir = _newest_run(output_dir, since)
+    run_dir = newest_run(output_dir, since)
     words = "finished" if status == 0 else f"ended with status {status}"
     if run_dir is None:
         return f"{words}; no audit of this run in {output_dir}"
@@ -30,8 +30,8 @@ def describe_end(output_dir: Path, status: int, since: float) -> str:
     return f"{words}{steps}{ran}; run directory {run_dir}"
 
 
-def _newest_run(output_dir: Path, since: float) -> Path | None:
-    """ms-swift may have made a folder ``vN-DATE`` of its own."""
+def newest_run(output_dir: Path, since: float) -> Path | None:
+    """The run directory that was written to since, if any; ms-swift may have made a folder ``vN-DATE`` of its own."""
     audits = [*output_dir.glob("audit/rank0.jsonl"), *output_dir.glob("v*/audit/rank0.jsonl")]
     written = {audit: audit.stat().st_mtime for audit in audits}
     newest = max(written, key=lambda audit: written[audit], default=None)

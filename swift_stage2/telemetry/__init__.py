@@ -6,10 +6,12 @@
     evaluation_recorder  evaluations
     scalars, merging   from one rank's numbers to all ranks' tags
     counters, metrics  the numbers, and the one table that declares them
-    activity, spans    where the time goes
+    interval_clock, activity, spans   where the time goes
     facts              what is read of the records of other modules
     audit, tensorboard, chart_layout, live_view, live_state  the ways out
     summary, summary_table   from a finished audit back to answers
+    run_progress       from a growing one to the live view
+    match_log          whole matches of a few rows
     ledger             every sample's life
     run_record      what a replay needs besides the ledger
     ledger_history, ledger_replay, ledger_account   what of it survived, the rules, and what became of all samples

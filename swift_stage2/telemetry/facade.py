@@ -105,7 +105,14 @@ class Telemetry:
 
         Records of an earlier process for ``step`` and later are void from here on.
         """
-        self.audit.write("start", step=step, world_size=self._world_size, settings=settings)
+        self.audit.write(
+            "start",
+            step=step,
+            world_size=self._world_size,
+            total_steps=self._tracker.state.total_steps,
+            queue_limit=self._queue_limit,
+            settings=settings,
+        )
         if self._board is not None:
             text = json.dumps(to_json(settings), indent=2)
             self._board.write_text(f"{PREFIX}settings", f"```json\n{text}\n```")

@@ -24,7 +24,6 @@ from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.child_runs import last_cause
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
-from swift_stage2.demo.progress import AuditTail
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.plan import plan_launch
@@ -33,6 +32,7 @@ from swift_stage2.launch.shared_memory import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.run_progress import AuditTail
 
 NUM_RANKS = 2
 _PLUGIN = Path(__file__).parent / "learner_plugin.py"

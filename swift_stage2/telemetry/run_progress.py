@@ -1,7 +1,7 @@
 """Turns the audit files of a run that is going on into the state that the live view shows.
 
 Reads from another process, so it costs the run nothing and sees all ranks. Records that are not yet whole stay
-for the next look. Called by the demo's main loop.
+for the next look. Called by the main loops of the demo and of ``launch``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.live_state import LastRound, LiveState
 
 _NUM_CHANNELS = 20
@@ -52,12 +52,27 @@ class RunProgress:
         b_enabled: bool,
         queue_limit: int | None = None,
     ) -> None:
-        self._tails = [AuditTail(run_dir / "audit" / f"rank{rank}.jsonl") for rank in range(num_ranks)]
+        self._tails = [AuditTail(audit_path(run_dir, rank)) for rank in range(num_ranks)]
         self._depths: list[int | None] = [None] * num_ranks
         self._channels: deque[str] = deque(maxlen=_NUM_CHANNELS)
         self._rollouts: deque[tuple[float, int]] = deque()
         self._last_step_time: float | None = None
         self.state = LiveState(total_steps=total_steps, b_enabled=b_enabled, queue_limit=queue_limit)
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> RunProgress | None:
+        """Of a run that tells of itself in its audit; None as long as it has told nothing."""
+        starts = [record for record in AuditTail(audit_path(run_dir, 0)).read() if record["kind"] == "start"]
+        if not starts:
+            return None
+        start = starts[-1]
+        return cls(
+            run_dir,
+            start["world_size"],
+            start["total_steps"],
+            b_enabled=start["queue_limit"] is not None,
+            queue_limit=start["queue_limit"],
+        )
 
     def refresh(self) -> LiveState:
         """Takes in what was written since the last call."""
@@ -68,6 +83,9 @@ class RunProgress:
 
     def _take(self, record: Record) -> None:
         match record["kind"]:
+            case "start" if record["rank"] == 0:  # an earlier process's steps are history
+                self.state = replace(self.state, step=record["step"], num_b_run=0, num_b_skipped=0)
+                self._last_step_time = None
             case "step":
                 self._take_step(record)
             case "batch":
