@@ -50,6 +50,7 @@ from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep
+from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
@@ -215,8 +216,8 @@ def _check_data(
 ) -> _CheckedParts:
     """The checks that read files and may fail on one rank alone; the model is not run."""
     packing_length = config.stage2_ab.channel_b.packing.packing_length
-    encoder = Encoder(template, packing_length=packing_length)
-    task = detection_task(config)
+    encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
+    task = detection_task(config, telemetry.trace.span)
     source = SampleSource(
         rows, rank=control.rank, world_size=control.world_size, seed=seed, events=telemetry.ledger
     )
@@ -370,8 +371,11 @@ def _build_channel_b(
     )
 
 
-def detection_task(config: Stage2Config) -> DetectionTask:
-    """What channel B does with a rollout, by the configuration's sections ``matching`` and ``target``."""
+def detection_task(config: Stage2Config, span: EnterSpan = untraced) -> DetectionTask:
+    """What channel B does with a rollout, by the configuration's sections ``matching`` and ``target``.
+
+    ``span`` is entered with the name of every stage.
+    """
     matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
     return DetectionTask(
         dialect=target.dialect,
@@ -381,6 +385,7 @@ def detection_task(config: Stage2Config) -> DetectionTask:
         unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
         same_label=matching.same_label,
         weights={group: getattr(target.weights, group.value) for group in TokenGroup},
+        span=span,
     )
 
 

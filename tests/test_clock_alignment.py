@@ -34,7 +34,9 @@ class ThreadRank(SingleRank):
     def gather(self, text: str) -> tuple[str, ...]:
         self._room.texts[self.rank] = text
         self._room.barrier.wait(PATIENCE_S)
-        return tuple(self._room.texts)
+        texts = tuple(self._room.texts)
+        self._room.barrier.wait(PATIENCE_S)
+        return texts
 
 
 def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
@@ -47,11 +49,22 @@ def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
     with ThreadPoolExecutor(len(ahead_ns)) as pool:
         offsets = list(pool.map(align, range(len(ahead_ns))))
     for offset, ahead in zip(offsets, ahead_ns, strict=True):
-        assert abs(offset.offset_ns - ahead) <= 10**9, "threads leave a barrier within a second"
-    assert offsets[0] == ClockOffset(0, 0)
-    assert offsets[0].correction_ns == 0
+        assert abs(offset.offset_ns - ahead) <= offset.uncertainty_ns < PATIENCE_S * 10**9
+    assert offsets[0].offset_ns == 0
     assert offsets[1].correction_ns == offsets[1].offset_ns
-    assert offsets[2].correction_ns == offsets[2].offset_ns
+
+
+def test_ranks_that_share_a_clock_are_not_moved() -> None:
+    """However late one of them is: who enters last spends the least time inside, who waits the most."""
+    room = Room(2)
+
+    def align(rank: int) -> ClockOffset:
+        return align_clocks(ThreadRank(room, rank))
+
+    for _ in range(20):
+        with ThreadPoolExecutor(2) as pool:
+            offsets = list(pool.map(align, (0, 1)))
+        assert [offset.correction_ns for offset in offsets] == [0, 0]
 
 
 def test_an_offset_within_its_uncertainty_corrects_nothing() -> None:
@@ -61,4 +74,4 @@ def test_an_offset_within_its_uncertainty_corrects_nothing() -> None:
 
 
 def test_a_single_rank_is_its_own_clock() -> None:
-    assert align_clocks(SingleRank()) == ClockOffset(0, 0)
+    assert align_clocks(SingleRank()).offset_ns == 0

@@ -21,6 +21,7 @@ from PIL.Image import DecompressionBombError
 from swift_stage2.channel_b.image_files import find_image
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.telemetry.spans import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")
@@ -51,7 +52,9 @@ class PromptEncoding:
 class Encoder:
     """Encodes for channel B. Owns its template and tokenizer; not thread-safe, one thread owns it."""
 
-    def __init__(self, template: Any, *, packing_length: int) -> None:
+    def __init__(self, template: Any, *, packing_length: int, span: EnterSpan = untraced) -> None:
+        """``span`` is entered as "encode" for what the template does to a sample."""
+        self._span = span
         # A copy through the template's own pickling support carries no weights and shares no tokenizer
         # with channel A (a fast tokenizer must not be used by two threads at once).
         self._template = copy.deepcopy(template)
@@ -98,7 +101,8 @@ class Encoder:
             "bbox": [list(box) for box in sample.boxes],
             **{key: value for key in ("bbox_type", "image_id") if (value := sample.row["objects"].get(key))},
         }
-        encoding = self._encode(row, return_template_inputs=True)
+        with self._span("encode"):
+            encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
         boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
         _check_inside(boxes, inputs.images, self._template.norm_bbox)

@@ -11,11 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from swift_stage2.channel_b.matching import match_objects
+from swift_stage2.channel_b.matching import MatchResult, match_objects
 from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
 from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.errors import ConfigError
+from swift_stage2.telemetry.spans import EnterSpan, untraced
 
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
@@ -46,7 +47,9 @@ class DetectionTask:
         unmatched_ground_truth_cost: float,
         same_label: bool,
         weights: Mapping[TokenGroup, float],
+        span: EnterSpan = untraced,
     ) -> None:
+        """``span`` is entered with the name of every stage."""
         self._dialect = dialect
         self._iou_threshold = iou_threshold
         self._top_k = top_k
@@ -54,6 +57,7 @@ class DetectionTask:
         self._unmatched_ground_truth_cost = unmatched_ground_truth_cost
         self._same_label = same_label
         self._weights = dict(weights)
+        self._span = span
 
     @property
     def closing_weight(self) -> float:
@@ -68,16 +72,44 @@ class DetectionTask:
         ``boxes`` and the rollout share one coordinate space. A rollout with no usable object gives the
         ground truth in its own order.
         """
-        parsed = parse_rollout(rollout.text, self._dialect)
-        match = match_objects(
-            [found.box for found in parsed.objects],
-            boxes,
-            iou_threshold=self._iou_threshold,
-            top_k=self._top_k,
-            unmatched_prediction_cost=self._unmatched_prediction_cost,
-            unmatched_ground_truth_cost=self._unmatched_ground_truth_cost,
-            allowed=_same_label(parsed, labels) if self._same_label else None,
-        )
+        with self._span("parse"):
+            parsed = parse_rollout(rollout.text, self._dialect)
+        with self._span("match"):
+            match = match_objects(
+                [found.box for found in parsed.objects],
+                boxes,
+                iou_threshold=self._iou_threshold,
+                top_k=self._top_k,
+                unmatched_prediction_cost=self._unmatched_prediction_cost,
+                unmatched_ground_truth_cost=self._unmatched_ground_truth_cost,
+                allowed=_same_label(parsed, labels) if self._same_label else None,
+            )
+        with self._span("target"):
+            return self._target(rollout, labels, boxes, tokenise, parsed, match)
+
+    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None:
+        """Refuses a dialect that is not the format of channel A's own answers.
+
+        Raises:
+            ConfigError: the answer does not parse, in this dialect, to exactly its ground truth.
+        """
+        parsed = parse_rollout(text, self._dialect)
+        if tuple((found.label, found.box) for found in parsed.objects) != tuple(objects) or parsed.dropped:
+            raise ConfigError(
+                "stage2_ab.channel_b.target.dialect must be the format of channel A's answers, got "
+                f"dialect={self._dialect} answer={text[:120]!r}; set the other dialect, mend the data set's answers"
+                " (placeholders <bbox> and <ref-object>), or set QWENVL_BBOX_FORMAT=new"
+            )
+
+    def _target(
+        self,
+        rollout: Rollout,
+        labels: Sequence[str],
+        boxes: Sequence[IntegerBox],
+        tokenise: Tokenise,
+        parsed: ParsedRollout,
+        match: MatchResult,
+    ) -> Target:
         order = order_ground_truth(match, len(boxes))
         matched = {truth for _, truth in match.pairs}
         rendered = render_target(
@@ -105,20 +137,6 @@ class DetectionTask:
                 pairs=tuple((*pair, iou) for pair, iou in zip(match.pairs, match.ious, strict=True)),
             ),
         )
-
-    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None:
-        """Refuses a dialect that is not the format of channel A's own answers.
-
-        Raises:
-            ConfigError: the answer does not parse, in this dialect, to exactly its ground truth.
-        """
-        parsed = parse_rollout(text, self._dialect)
-        if tuple((found.label, found.box) for found in parsed.objects) != tuple(objects) or parsed.dropped:
-            raise ConfigError(
-                "stage2_ab.channel_b.target.dialect must be the format of channel A's answers, got "
-                f"dialect={self._dialect} answer={text[:120]!r}; set the other dialect, mend the data set's answers"
-                " (placeholders <bbox> and <ref-object>), or set QWENVL_BBOX_FORMAT=new"
-            )
 
 
 def _same_label(parsed: ParsedRollout, labels: Sequence[str]) -> np.ndarray:

@@ -148,7 +148,17 @@ def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run
                     traced_us = sum(event["dur"] for event in intervals if event["name"] == activity)
                     assert traced_us == pytest.approx(totals[activity] / 1000, rel=1e-6, abs=1.0)
         kinds = {event["name"] for _, event in spans}
-        assert {"micro_step", "plan", "POST", "prepare", "pack"} <= kinds
+        assert {
+            "micro_step",
+            "plan",
+            "POST",
+            "parse",
+            "match",
+            "target",
+            "encode",
+            "prepare",
+            "pack",
+        } <= kinds
         if rank == 0:
             assert {"canary", "export", "begin", "connect", "push", "acknowledge", "prove"} <= kinds
 
