@@ -124,8 +124,12 @@ class GlooControlGroup:
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         """Element-wise maximum over the ranks."""
         vector = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._group)
+        self.max_in_place(vector)
         return tuple(vector.tolist())
+
+    def max_in_place(self, vector: torch.Tensor) -> None:
+        """The collective of ``reduce_max`` alone, so that a bench can tell what the rest costs."""
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._group)
 
     def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
         """Element-wise sum over the ranks, in double precision."""
@@ -161,6 +165,11 @@ def join_control_group(timeout_s: float) -> ControlGroup:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooControlGroup(timeout_s)
     return SingleRank()
+
+
+def join_job(timeout_s: float) -> None:
+    """Begins torch's own gloo group over the ranks that torchrun started, where no trainer does it."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def leave_job() -> None:
