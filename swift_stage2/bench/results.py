@@ -1,0 +1,62 @@
+"""What a bench found, told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
+
+A cell is text that the bench wrote; numbers for other programs are in the JSON alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_OF_A_LOG = 180
+
+
+@dataclass(frozen=True, slots=True)
+class ResultTable:
+    """Cells by row, all rows as long as ``columns``. The first column is the row's name."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """Title, blank line, table, with a newline at the end."""
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        body = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+        return f"{self.title}\n\n{body}"
+
+
+def publish(
+    directory: Path,
+    name: str,
+    facts: Mapping[str, Any] | Sequence[Any],
+    tables: Sequence[ResultTable],
+    notes: Sequence[str] = (),
+) -> None:
+    """Prints tables and ``notes``, one line each, and writes ``NAME.json`` and ``NAME.md`` into ``directory``."""
+    (directory / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    paragraphs = [table.markdown() for table in tables] + [f"{note}\n" for note in notes]
+    (directory / f"{name}.md").write_text("\n".join(paragraphs), encoding="utf-8")
+    # In a log, rows that are broken over lines cannot be read.
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_LOG)
+    for table in tables:
+        console.print(table.rich())
+    for note in notes:
+        print(note)
+    print(f"[bench] {directory / name}.json", flush=True)
