@@ -33,6 +33,14 @@ BENCHES = {
         "swift_stage2.bench.pending",
         "how long sync rounds wait for rollouts, with aborts and without",
     ),
+    "plan": (
+        "swift_stage2.bench.plan",
+        "what it costs to plan a step at 2 to 16 ranks, against a bare all-reduce",
+    ),
+    "preprocess": (
+        "swift_stage2.bench.preprocess",
+        "samples/s of parse, match, target, encode and pack by number of objects",
+    ),
     "soak": (
         "swift_stage2.bench.faults.soak",
         "a long run under random faults: is anything lost, does anything grow?",
