@@ -7,6 +7,8 @@
     sync            what does a round cost? against a raw broadcast of the same bytes on the same transport
     pending         how long does a round wait for rollouts? with aborts and without
     merge           does a server stay full at several client ranks? stock, stock merged, ours
+    interference    what does the pipeline cost steps beside it? switched on and off in one run (switched_blocks,
+                    switched_pipeline)
     plan            what does it cost to plan a step? against a bare all-reduce (plan_rank: one rank of it)
     preprocess      how fast is what follows a rollout? against the bare template (preprocess_stages, crowds)
     plain_sft       the other arm's program
@@ -14,6 +16,8 @@
     servers         rollout servers on free ports; client_ranks: processes that post at the same moment
     raw_peer        the other end of a raw broadcast; sized_model: weights of a wanted size
     paired_steps    paired step times into medians and bounds; spread: quartiles and exponents
+    stand_in_server a server that waits and does not compute; stand_in_job: runs beside it, cores: who gets which
+    thread_clock    the plugin that notes what threads use per step; thread_times: what it reads
     results         tables on the terminal and as Markdown, numbers as JSON
 
 Results are printed as a table and written as JSON with everything that was measured.

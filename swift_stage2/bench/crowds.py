@@ -18,6 +18,7 @@ from swift_stage2.demo.scenes import COLOURS, SHAPES, Box
 IMAGE_SIDE = 448
 _LEAST_SIDE, _MOST_SIDE = 16, 64
 _JITTER = 6
+_SMALL_JITTER = 3
 _SHARE_MISSED = 0.1
 _NUM_REPEATED = 10
 
@@ -60,6 +61,17 @@ def make_crowd(num_objects: int, kind: AnswerKind, seed: int) -> Crowd:
     return Crowd(truth, answer)
 
 
+def half_right_answer(truth: Objects, side: int, seed: int) -> Objects:
+    """An answer to a scene of ``side`` pixels: its objects in another order, a little off, some missed."""
+    rng = random.Random(seed)
+    found = [
+        (label, _shaken(rng, box, _SMALL_JITTER, side))
+        for label, box in rng.sample(truth, len(truth))
+        if rng.random() >= _SHARE_MISSED
+    ]
+    return found or truth[:1]
+
+
 def draw_crowd(crowd: Crowd, path: Path) -> None:
     """A picture of the ground truth, as a PNG."""
     image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (250, 250, 250))
@@ -75,6 +87,6 @@ def _random_object(rng: random.Random) -> tuple[str, Box]:
     return f"{rng.choice(list(COLOURS))} {rng.choice(SHAPES)}", (x, y, x + width, y + height)
 
 
-def _shaken(rng: random.Random, box: Box) -> Box:
-    x1, y1, x2, y2 = (min(IMAGE_SIDE, max(0, edge + rng.randint(-_JITTER, _JITTER))) for edge in box)
+def _shaken(rng: random.Random, box: Box, jitter: int = _JITTER, side: int = IMAGE_SIDE) -> Box:
+    x1, y1, x2, y2 = (min(side, max(0, edge + rng.randint(-jitter, jitter))) for edge in box)
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)

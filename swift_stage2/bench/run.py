@@ -15,6 +15,10 @@ BENCHES = {
         "swift_stage2.bench.faults.run",
         "a server broken in every way under a real job (vLLM with --server stock or vllm)",
     ),
+    "interference": (
+        "swift_stage2.bench.interference",
+        "what channel B's pipeline costs the steps of channel A beside it",
+    ),
     "kills": (
         "swift_stage2.bench.faults.kills",
         "a run killed at random points and resumed: is its ledger exact?",

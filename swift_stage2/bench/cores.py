@@ -1,0 +1,25 @@
+"""Which processor cores a bench gives to whom. On a machine with one core everybody gets that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def split_cores() -> tuple[set[int], set[int]]:
+    """The learner's half and everybody else's."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
+
+
+@contextmanager
+def started_on(cores: set[int]) -> Iterator[None]:
+    """Processes started inside run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
