@@ -57,6 +57,12 @@ class ArmRecords:
         return [record for record in self.audit if record["kind"] == kind]
 
 
+def stand_in_arguments(rows: Path, latency_s: float, model: Path, port: int) -> list[str]:
+    """What follows ``python`` on the stand-in's command line."""
+    place = ["--model", str(model), "--port", str(port), "--rows", str(rows)]
+    return ["-m", "swift_stage2.bench.stand_in_server", *place, "--latency-s", str(latency_s)]
+
+
 def start_stand_in(servers: BenchServers, rows: Path, latency_s: float) -> tuple[int, int]:
     """Starts the server on the cores that are not the learner's, and returns its ports once it answers.
 
@@ -64,10 +70,9 @@ def start_stand_in(servers: BenchServers, rows: Path, latency_s: float) -> tuple
         ChildFailed: it did not answer in time.
     """
     port, group_port = free_ports(2)
-    program = ("-m", "swift_stage2.bench.stand_in_server", "--model", str(STAGE1), "--port", str(port))
-    options = ("--rows", str(rows), "--latency-s", str(latency_s))
+    argv = (sys.executable, "-u", *stand_in_arguments(rows, latency_s, STAGE1, port))
     with started_on(split_cores()[1]):
-        tree = servers.start_process("stand-in", (sys.executable, "-u", *program, *options))
+        tree = servers.start_process("stand-in", argv)
     servers.await_answer(f"http://127.0.0.1:{port}", tree)
     return port, group_port
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from swift_stage2.bench.cores import split_cores, started_on
 from swift_stage2.bench.faults import row_data
 from swift_stage2.bench.faults.accounting import count_samples, gaps
 from swift_stage2.bench.faults.bench_options import bench_parser, refuse_below
@@ -26,6 +27,8 @@ from swift_stage2.bench.faults.run import FaultBench
 from swift_stage2.bench.faults.scene import Scene
 from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob
 from swift_stage2.bench.servers import server_arguments
+from swift_stage2.bench.stand_in_job import stand_in_arguments
+from swift_stage2.config import Proof
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.errors import UserError
 from swift_stage2.output_directory import claim_directory
@@ -39,6 +42,7 @@ _SETTLING_STEPS = 10  # after the start, a kill or a proof, before steps are com
 _SLOWEST_STEP_S = 10.0
 _LONGEST_WAIT_S = 1.0
 _NUM_PHASES = 3
+_LONGEST_LATENCY_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,16 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         KeyboardInterrupt: a signal asked for the end.
     """
     options = _parse(argv)
-    server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
+    stand_in = options.stand_in_latency_s is not None
+    if not stand_in:
+        server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
     directory = claim_directory(options.output, keep=options.keep)
     started = time.monotonic()
-    learner_cores, server_cores = _split_cores()
-    with FaultBench(options.server, directory) as bench, _on(server_cores):
-        reports, account, exit_status = _run(bench, directory, learner_cores, options)
+    rows = row_data.write_rows(directory)
+    program = partial(stand_in_arguments, rows, options.stand_in_latency_s) if stand_in else None
+    learner_cores, server_cores = split_cores()
+    with FaultBench(options.server, directory, program) as bench, started_on(server_cores):
+        reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
         left = bench.end()
     samples = count_samples(account)
     facts = {
-        "server": str(options.server),
+        "server": "stand-in" if stand_in else str(options.server),
+        "stand_in_latency_s": options.stand_in_latency_s,
         "steps": options.steps,
         "b_ratio": options.b_ratio,
         "learner_cores": sorted(learner_cores),
@@ -87,19 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(
-    bench: FaultBench, directory: Path, learner_cores: set[int], options: argparse.Namespace
+    bench: FaultBench, directory: Path, rows: Path, learner_cores: set[int], options: argparse.Namespace
 ) -> tuple[list[OutageReport], RunAccount, int]:
-    rows = row_data.write_rows(directory)
     server = bench.ready_server()
+    # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
+    proof = Proof.AUTO if options.stand_in_latency_s is None else Proof.CHECKSUM
     (group_port,) = free_ports(1)
     with ExitStack() as stack:
-        with _on(learner_cores):
+        with started_on(learner_cores):
             job = bench.start_job(
                 "outage",
                 directory / "job",
                 rows,
                 (server.port, group_port),
-                JobSettings(b_ratio=options.b_ratio),
+                JobSettings(b_ratio=options.b_ratio, proof=proof),
             )
         stack.callback(job.end)
         Scene(server, job, server.switches, None).warm_up()
@@ -166,24 +176,6 @@ def _words(ratio: Ratio) -> str:
     return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def _split_cores() -> tuple[set[int], set[int]]:
-    """The learner's and everybody else's; the same where there is only one."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
-
-
-@contextmanager
-def _on(cores: set[int]) -> Iterator[None]:
-    """Processes started inside run on these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(
         "outage",
@@ -205,7 +197,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="share of channel B, above 0 and below 1; its pipeline's own work shares the learner's cores "
         "(default %(default)s)",
     )
+    parser.add_argument(
+        "--stand-in-latency-s",
+        type=float,
+        metavar="S",
+        help="in place of --server one that computes nothing and waits about so long: where cores are few, a server "
+        "that computes slows the learner, and steps get faster when it dies",
+    )
     options = parser.parse_args(argv)
+    if (latency_s := options.stand_in_latency_s) is not None and not 0 < latency_s <= _LONGEST_LATENCY_S:
+        raise UserError(
+            f"--stand-in-latency-s must be above 0 and at most {_LONGEST_LATENCY_S:g}, got {latency_s}; write 0.5"
+        )
     if not 0 < options.b_ratio < 1:
         raise UserError(f"--b-ratio must be above 0 and below 1, got {options.b_ratio}; write {_B_RATIO}")
     refuse_below("steps", options.steps, _FEWEST_STEPS, _STEPS)

@@ -22,7 +22,7 @@ from swift_stage2.bench.faults.leftovers import Leftovers
 from swift_stage2.bench.faults.proxy import FaultProxy
 from swift_stage2.bench.faults.rows import ORDER, ROWS, Row
 from swift_stage2.bench.faults.scene import Scene
-from swift_stage2.bench.faults.server import TestedServer, lasting_port
+from swift_stage2.bench.faults.server import Program, TestedServer, lasting_port
 from swift_stage2.bench.faults.switches import Switches
 from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from swift_stage2.bench.servers import ServerKind, server_arguments
@@ -82,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 class FaultBench:
     """Owns every process that the rows start. SIGINT, SIGTERM and SIGHUP end them all."""
 
-    def __init__(self, kind: ServerKind, directory: Path) -> None:
+    def __init__(self, kind: ServerKind, directory: Path, program: Program | None = None) -> None:
+        """``program`` serves in place of ``kind``'s."""
         self._kind = kind
+        self._program = program
         self._directory = directory
         self._signals = StopSignals()
         self._job = Job(directory, self._signals, lambda line: None)
@@ -187,7 +189,9 @@ class FaultBench:
 
     def _new_server(self) -> TestedServer:
         switches = Switches(self._directory / "switches")
-        self._server = TestedServer(self._kind, self._job, self._moment, lasting_port(), switches)
+        self._server = TestedServer(
+            self._kind, self._job, self._moment, lasting_port(), switches, self._program
+        )
         return self._server
 
     def _rows_of(self, row: Row) -> Path:

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -36,6 +37,10 @@ _HOST = "127.0.0.1"
 _MAX_BATCH_SIZE = 32
 _LOWEST_PORT = 20000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+Program = Callable[[Path, int], list[str]]
+"""What follows ``python`` on the command line of a server of this model, on this port."""
 
 
 def engine_processes(kind: ServerKind) -> tuple[str, ...]:
@@ -65,10 +70,17 @@ class TestedServer:
     __test__ = False
 
     def __init__(
-        self, kind: ServerKind, job: Job, moment: Callable[[], None], port: int, switches: Switches
+        self,
+        kind: ServerKind,
+        job: Job,
+        moment: Callable[[], None],
+        port: int,
+        switches: Switches,
+        program: Program | None = None,
     ) -> None:
-        """``moment`` waits a little, and raises when the bench is to end."""
+        """``moment`` waits a little, and raises when the bench is to end. ``program`` serves in place of ``kind``'s."""
         self.kind = kind
+        self._program = program or partial(_arguments, kind)
         self.port = port
         self.switches = switches
         self.shared_memory: set[str] = set()
@@ -101,7 +113,7 @@ class TestedServer:
         switches = {VARIABLE: str(self.switches.directory)}
         environment = {**os.environ, **CHILD_ENVIRONMENT, **server_environment(self.kind), **switches}
         name = f"{self.kind}-server{self._num_started}"
-        argv = (sys.executable, "-u", *_arguments(self.kind, model, self.port))
+        argv = (sys.executable, "-u", *self._program(model, self.port))
         self._tree = self._job.start(Command(name=name, argv=argv, environment=environment, grace_s=_GRACE_S))
 
     def answers(self) -> bool:

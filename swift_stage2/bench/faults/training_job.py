@@ -20,7 +20,7 @@ import psutil
 
 from swift_stage2.bench.faults import leftovers
 from swift_stage2.bench.faults.switches import VARIABLE, Switches
-from swift_stage2.config import load_config
+from swift_stage2.config import Proof, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.child_runs import last_cause
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
@@ -48,6 +48,7 @@ class JobSettings:
     request_timeout_s: float = 60.0
     max_inflight_per_server: int = 16
     b_ratio: float = 0.5
+    proof: Proof = Proof.AUTO
     swift: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for ms-swift."""
 
@@ -285,7 +286,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         "decoding": {"max_new_tokens": 100},
         "max_inflight_per_server": settings.max_inflight_per_server,
         "request_timeout_s": settings.request_timeout_s,
-        "sync": {"timeout_s": 60.0, "bucket_mib": 1},
+        "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value},
     }
     config["control_timeout_s"] = 240.0 + settings.request_timeout_s
     directory.mkdir(parents=True, exist_ok=True)
