@@ -9,6 +9,8 @@
     merge           does a server stay full at several client ranks? stock, stock merged, ours
     interference    what does the pipeline cost steps beside it? switched on and off in one run (switched_blocks,
                     switched_pipeline)
+    overlap         how much of the bound does asynchrony reach? against the same work done inline (inline_pipeline,
+                    inline_plugin)
     plan            what does it cost to plan a step? against a bare all-reduce (plan_rank: one rank of it)
     preprocess      how fast is what follows a rollout? against the bare template (preprocess_stages, crowds)
     plain_sft       the other arm's program

@@ -33,6 +33,10 @@ BENCHES = {
         "the only server away for 200 steps: channel A's steps before, during and after",
     ),
     "overhead": ("swift_stage2.bench.overhead", "b_ratio 0 against plain swift sft: step times"),
+    "overlap": (
+        "swift_stage2.bench.overlap",
+        "asynchronous against the same work done inline: how much of the bound is reached?",
+    ),
     "pending": (
         "swift_stage2.bench.pending",
         "how long sync rounds wait for rollouts, with aborts and without",

@@ -15,6 +15,8 @@ CLOCK_NAME = "stage2_thread_clock"
 CLOCK_FILE = "clock.json"
 DIRECTORY_VARIABLE = "SWIFT_STAGE2_THREAD_CLOCK"
 """Names the directory that gets the file."""
+WAITS_FILE = "waits.jsonl"
+"""There too: how long each B step of an inline run waited for its packs."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
