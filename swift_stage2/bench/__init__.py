@@ -1,6 +1,7 @@
 """Measurements that answer one question each, in one run, as ratios with their spread.
 
     run             swift-stage2 bench NAME …
+    all_benches     all of them, one after the other, as one page (benchmark_page)
     learning        does channel B pay? A alone against a share of B: F1 on the same held-out scenes
     faults          does anything get lost when a server breaks? a package of its own
     overhead        what does the trainer cost when B is off? against plain ``swift sft``

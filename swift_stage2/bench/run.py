@@ -11,6 +11,10 @@ from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed
 
 BENCHES = {
+    "all": (
+        "swift_stage2.bench.all_benches",
+        "every bench one after the other, and a page of what they found",
+    ),
     "faults": (
         "swift_stage2.bench.faults.run",
         "a server broken in every way under a real job (vLLM with --server stock or vllm)",
