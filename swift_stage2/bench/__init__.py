@@ -3,6 +3,7 @@
     run             swift-stage2 bench NAME …
     all_benches     all of them, one after the other, as one page (benchmark_page)
     learning        does channel B pay? A alone against a share of B: F1 on the same held-out scenes
+    staleness       does the age of a rollout matter? the same job with forced version lags (delayed_queue)
     faults          does anything get lost when a server breaks? a package of its own
     overhead        what does the trainer cost when B is off? against plain ``swift sft``
     sync            what does a round cost? against a raw broadcast of the same bytes on the same transport

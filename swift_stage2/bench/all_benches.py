@@ -61,6 +61,7 @@ PLAN: Mapping[str, PlannedBench] = {
         without_vllm="--systems transformers",
     ),
     "learning": PlannedBench(minutes=45, quick_minutes=15, quick="--steps 20"),
+    "staleness": PlannedBench(minutes=60, quick_minutes=15, quick="--steps 24 --seeds 1 --lags 0,2"),
     "faults": PlannedBench(minutes=45, quick_minutes=15, quick="--rows kill_server"),
     "kills": PlannedBench(minutes=60, quick_minutes=15, quick="--points 2"),
     "outage": PlannedBench(minutes=40, quick_minutes=15, quick="--steps 10 --cycles 1"),

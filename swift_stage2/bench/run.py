@@ -57,6 +57,10 @@ BENCHES = {
         "swift_stage2.bench.faults.soak",
         "a long run under random faults: is anything lost, does anything grow?",
     ),
+    "staleness": (
+        "swift_stage2.bench.staleness",
+        "F1 against the versions between a rollout's making and its training",
+    ),
     "sync": (
         "swift_stage2.bench.sync",
         "a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",

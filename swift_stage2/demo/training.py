@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swift_stage2.config import load_config
@@ -26,8 +26,10 @@ _LAUNCHER = "[launch] [launch] "
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
-    """Runs the job to its end; ``view`` shows how far it is, and is closed.
+def train(
+    children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
+) -> None:
+    """Runs the job to its end; ``view`` shows how far it is, and is closed. ``environment`` is added to the children's.
 
     Raises:
         ChildFailed: it did not end well.
@@ -58,7 +60,7 @@ def train(children: ChildRuns, job: DemoJob, view: LiveView) -> None:
             command,
             log_dir=job.directory / "logs",
             deadline_s=deadline_s,
-            environment=CHILD_ENVIRONMENT,
+            environment={**CHILD_ENVIRONMENT, **(environment or {})},
             each_moment=show,
         )
     finally:
