@@ -33,7 +33,7 @@ from swift_stage2.telemetry.live_view import LiveView
 _LAGS = (0, 2, 8)
 _STEPS = 150
 _SEEDS = 3
-_B_RATIO = 0.3
+_B_RATIO = 0.25  # one B step per version of four steps, so that no version has two or none
 _PLUGIN = Path(__file__).parent / "delayed_plugin.py"
 
 

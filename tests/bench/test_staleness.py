@@ -73,7 +73,7 @@ def test_a_version_that_no_step_wanted_makes_it_older_never_younger(forced: pyte
 def test_arms_differ_in_the_lag_alone(tmp_path: Path) -> None:
     arms = list(plan_arms(tmp_path, 2, 2, (0, 8)))
     assert [(lag, job.seed, job.b_ratio) for lag, job in arms] == [
-        (None, 0, 0.0), (0, 0, 0.3), (8, 0, 0.3), (None, 1, 0.0), (0, 1, 0.3), (8, 1, 0.3),
+        (None, 0, 0.0), (0, 0, 0.25), (8, 0, 0.25), (None, 1, 0.0), (0, 1, 0.25), (8, 1, 0.25),
     ]  # fmt: skip
     assert len({job.directory for _, job in arms}) == 6
     assert len({job.rows for _, job in arms[:3]}) == 1
