@@ -1,4 +1,4 @@
-"""The ``report`` command: the ledgers of a run in; its account, and whom it trained, out.
+"""The ``report`` command: what a run left behind in; tables, a page and the account of its samples out.
 
 Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run.
 """
@@ -7,49 +7,60 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from swift_stage2.report.ledger_table import ledger_table
-from swift_stage2.report.selection import Draw, compare, draws_of
-from swift_stage2.report.selection_table import selection_table
-from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger import read_ledgers
-from swift_stage2.telemetry.ledger_account import account_of, effective_histories
+from swift_stage2.report.gallery import DEFAULT_SIZE
+from swift_stage2.report.page import page, write_page
+from swift_stage2.report.report import Report, report_of
+from swift_stage2.report.run_data import read_run
+from swift_stage2.report.terminal import terminal_report
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
+_PAGE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the account and returns the exit status."""
+    """Prints the report, writes its page, and returns the exit status."""
     options = _parser().parse_args(argv)
-    ledgers = read_ledgers(options.run_dir)
-    account, comparisons = account_of(ledgers), compare(_draws(ledgers))
+    report = report_of(read_run(options.run_dir), options.gallery)
     if options.json:
-        facts = asdict(account) | {"balanced": account.is_balanced, "provable": account.is_provable}
-        facts["selection"] = [asdict(found) for found in comparisons]
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_facts(report), indent=2))
+        output = options.output
     else:
-        console = Console()
-        console.print(selection_table(comparisons))
-        console.print(ledger_table(account))
-    return EXIT_BALANCED if account.is_balanced else EXIT_NOT_BALANCED
+        Console().print(terminal_report(report.sections))
+        output = options.output or options.run_dir[-1] / _PAGE
+    if output is not None:
+        write_page(output, page(report))
+        if not options.json:
+            print(f"page: {output}")
+    return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 
-def _draws(ledgers: Mapping[int, Sequence[Record]]) -> list[Draw]:
-    histories = effective_histories(ledgers).values()
-    return [draw for history in histories for draw in draws_of(chain.from_iterable(history))]
+def _facts(report: Report) -> dict[str, Any]:
+    """The account as it always was; the rest by section, as the terminal tells it."""
+    account = report.account
+    facts: dict[str, Any] = asdict(account) if account else {}
+    facts |= {
+        "balanced": report.is_balanced,
+        "provable": account.is_provable if account else report.is_balanced,
+    }
+    facts["selection"] = [asdict(found) for found in report.comparisons]
+    facts["speed"] = report.speed.facts if report.speed else None
+    facts["sections"] = {section.key: [asdict(part) for part in section.parts] for section in report.sections}
+    return facts
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="swift-stage2 report",
-        description="Checks the ledgers of a run: every sample drawn was trained once, quarantined, or is in hand.",
+        description="Tells how a run went, on one HTML page and here: how fast and why, what was skipped and dropped, "
+        "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand.",
     )
     parser.add_argument(
         "run_dir",
@@ -58,5 +69,29 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         help="a run's output directory; if it was resumed into others, all of them, oldest first",
     )
-    parser.add_argument("--json", action="store_true", help="print the account as JSON")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"where the page goes (default: {_PAGE} in the last RUN_DIR)",
+    )
+    parser.add_argument(
+        "--gallery",
+        metavar="N",
+        type=_at_least_zero,
+        default=DEFAULT_SIZE,
+        help=f"how many matches the page shows, the newest (default {DEFAULT_SIZE})",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print everything as JSON; a page is then written only with --output",
+    )
     return parser
+
+
+def _at_least_zero(text: str) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"a number of matches is 0 or more, got {text}")
+    return number

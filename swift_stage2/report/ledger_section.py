@@ -1,42 +1,49 @@
-"""Turns a run's account into a table for a terminal: a row per rank, what broke the rules, and a verdict. Pure."""
+"""Turns a run's account into a section: a row per rank, what broke the rules, and a verdict. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, pairs
 from swift_stage2.telemetry.ledger_account import RunAccount
 from swift_stage2.telemetry.ledger_replay import Key, RankAccount, Violation
 
 _MOST_SAMPLES_SHOWN = 8
 _COLUMNS = ("rank", "taken over", "drawn", "trained", "quarantined", "in hand", "resumes", "void")
+_TITLE = "Was anything lost?"
 
 
-def ledger_table(account: RunAccount) -> RenderableType:
-    """The whole answer; tables without rows are left out."""
-    tables = [
+def ledger_section(account: RunAccount | None, wanted_b: bool) -> Section:
+    """The whole answer; None is a run without a ledger, which is right if it never ``wanted_b``."""
+    if account is None:
+        absent = (
+            Sentence("not provable: steps wanted channel B, but there is no ledger", Tone.WARN)
+            if wanted_b
+            else Sentence("There was no channel B, so there is no sample to account for.")
+        )
+        return Section("ledger", _TITLE, (absent,))
+    parts: tuple[Part, ...] = (
         _ranks(account.ranks),
         _counts("In hand", (rank.in_hand for rank in account.ranks)),
         _counts("Quarantined, by reason", (rank.quarantined for rank in account.ranks)),
         _counts("Returned and redrawn, by reason", (rank.returned for rank in account.ranks)),
-    ]
-    return Group(*(table for table in tables if table.row_count), *_violations(account), _verdict(account))
+        *_violations(account),
+        _verdict(account),
+    )
+    return Section("ledger", _TITLE, filled(parts))
 
 
 def _ranks(ranks: Sequence[RankAccount]) -> Table:
     rows = [_numbers(rank) for rank in ranks]
     sums = [sum(row[1][column] for row in rows) for column in range(len(_COLUMNS) - 1)]
     shown = [column for column, total in enumerate(sums) if total or _COLUMNS[column + 1] != "taken over"]
-    table = Table(title="Samples of channel B", title_justify="left")
-    for heading in (_COLUMNS[0], *(_COLUMNS[column + 1] for column in shown)):
-        table.add_column(heading, justify="right")
-    for name, numbers in [*rows, *([("all", sums)] if len(rows) > 1 else [])]:
-        table.add_row(name, *(str(numbers[column]) for column in shown))
-    return table
+    rows += [("all", sums)] if len(rows) > 1 else []
+    return Table(
+        "Samples of channel B",
+        (_COLUMNS[0], *(_COLUMNS[column + 1] for column in shown)),
+        tuple((name, *(str(numbers[column]) for column in shown)) for name, numbers in rows),
+    )
 
 
 def _numbers(rank: RankAccount) -> tuple[str, list[int]]:
@@ -53,18 +60,13 @@ def _numbers(rank: RankAccount) -> tuple[str, list[int]]:
 
 
 def _counts(title: str, parts: Iterable[Mapping[str, int]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
-    table.add_column()
-    table.add_column(justify="right")
     totals: Counter[str] = Counter()
     for part in parts:
         totals.update(part)
-    for name, count in totals.items():
-        table.add_row(name, str(count))
-    return table
+    return pairs(title, {name: str(count) for name, count in totals.items()}, ("", "samples"))
 
 
-def _violations(account: RunAccount) -> Iterator[Text]:
+def _violations(account: RunAccount) -> Iterator[Sentence]:
     for violation in account.violations:
         yield _sentence("", violation)
     for rank in account.ranks:
@@ -72,9 +74,9 @@ def _violations(account: RunAccount) -> Iterator[Text]:
             yield _sentence(f"rank {rank.rank}: ", violation)
 
 
-def _sentence(whose: str, violation: Violation) -> Text:
+def _sentence(whose: str, violation: Violation) -> Sentence:
     text = f"broken: {whose}{violation.rule}"
-    return Text(f"{text}: {_names(violation.samples)}" if violation.samples else text, style="red")
+    return Sentence(f"{text}: {_names(violation.samples)}" if violation.samples else text, Tone.BAD)
 
 
 def _names(samples: Sequence[Key]) -> str:
@@ -86,14 +88,14 @@ def _names(samples: Sequence[Key]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _verdict(account: RunAccount) -> Text:
+def _verdict(account: RunAccount) -> Sentence:
     if not account.is_provable:
         lost = sum(rank.num_records_lost for rank in account.ranks)
-        return Text(
+        return Sentence(
             f"not provable: {lost} records were lost (full disk or damaged file), so what is broken above may only "
             "be what they told",
-            style="yellow",
+            Tone.WARN,
         )
     if account.num_violations:
-        return Text(f"not balanced: {account.num_violations} rules are broken", style="bold red")
-    return Text("balanced: every sample drawn was trained once, quarantined, or is in hand", style="green")
+        return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
+    return Sentence("balanced: every sample drawn was trained once, quarantined, or is in hand", Tone.GOOD)

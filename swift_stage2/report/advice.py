@@ -1,0 +1,205 @@
+"""Says what holds a run back and which knob would help, by how much, and why. Pure.
+
+The first finding names the resource that binds; the others follow in the order of what they usually cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swift_stage2.report.content import seconds
+from swift_stage2.report.course import Course, Knobs
+from swift_stage2.report.knob_values import (
+    ROUNDS_SHARE,
+    servers_needed,
+    sustained_b_ratio,
+    sync_every_steps_needed,
+    window_needed,
+)
+from swift_stage2.report.verdict import ChannelPace, Speed
+
+SLOWDOWN = 0.03
+"""Of steps beside rollouts; more than this is told."""
+
+
+class Resource(StrEnum):
+    """What a run is short of."""
+
+    LEARNER = "the learner"
+    ROLLOUTS = "the rollouts"
+    PREPARATION = "preparation on the CPU"
+    ROUNDS = "sync rounds"
+    WINDOW = "the version window"
+    SERVERS = "proven servers"
+    INTERFERENCE = "interference"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One knob to turn, and the arithmetic that says how far. ``present`` is None where it is not known."""
+
+    knob: str
+    present: str | None
+    proposed: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that holds the run back."""
+
+    resource: Resource
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+
+
+def findings(speed: Speed | None, course: Course, knobs: Knobs) -> tuple[Finding, ...]:
+    """What binds first, if the speed is known; then whatever else costs something."""
+    return (*(_of_speed(speed, course, knobs) if speed else ()), *_window(course, knobs), *_servers(course))
+
+
+def _of_speed(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Finding]:
+    yield _binding(speed, course, knobs)
+    if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
+        yield _rounds(speed, course, knobs)
+    for pace in speed.paces:
+        if pace.slowdown is not None and pace.slowdown > SLOWDOWN:
+            yield _interference(pace)
+
+
+def _binding(speed: Speed, course: Course, knobs: Knobs) -> Finding:
+    learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
+    if speed.learner_binds:
+        return Finding(
+            Resource.LEARNER,
+            f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}.",
+            tuple(_more_b(speed, course, knobs)),
+        )
+    asking = speed.working_s["asking"]
+    if asking >= speed.rollouts_s - asking:
+        return Finding(
+            Resource.ROLLOUTS,
+            f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
+            f"needs {learner}.",
+            (*_more_servers(speed, knobs), _less_b(speed, course, knobs)),
+        )
+    name, most = max(
+        ((name, spent) for name, spent in speed.working_s.items() if name != "asking"),
+        key=lambda item: item[1],
+    )
+    return Finding(
+        Resource.PREPARATION,
+        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {seconds(most)}; the "
+        f"learner needs {learner}.",
+        (_less_b(speed, course, knobs),),
+    )
+
+
+def _more_b(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Advice]:
+    ratio, now = sustained_b_ratio(speed, course), course.num_b_run / course.num_steps
+    if speed.rollouts_s and ratio > now:
+        yield Advice(
+            "stage2_ab.schedule.b_ratio",
+            _text(knobs.b_ratio),
+            f"up to {ratio:g}",
+            f"the rollouts sustain {_ratio_arithmetic(speed, course)}",
+        )
+
+
+def _less_b(speed: Speed, course: Course, knobs: Knobs) -> Advice:
+    return Advice(
+        "stage2_ab.schedule.b_ratio",
+        _text(knobs.b_ratio),
+        f"{sustained_b_ratio(speed, course):g}",
+        f"the rollouts sustain {_ratio_arithmetic(speed, course)}",
+    )
+
+
+def _ratio_arithmetic(speed: Speed, course: Course) -> str:
+    return (
+        f"{course.num_b_run} of {course.num_steps} steps × {seconds(speed.learner_s)} / {seconds(speed.rollouts_s)} = "
+        f"{course.num_b_run / course.num_steps * speed.learner_s / speed.rollouts_s:.3f}"
+    )
+
+
+def _more_servers(speed: Speed, knobs: Knobs) -> Iterator[Advice]:
+    if knobs.num_servers is None:
+        return
+    needed, rest = servers_needed(speed, knobs.num_servers), speed.rollouts_s - speed.working_s["asking"]
+    if needed is not None and needed > knobs.num_servers:
+        yield Advice(
+            "rollout.servers",
+            str(knobs.num_servers),
+            str(needed),
+            f"asking takes {seconds(speed.working_s['asking'])} × {knobs.num_servers} server(s), and the learner's "
+            f"{seconds(speed.learner_s)} less {seconds(rest)} of other work are there for it",
+        )
+
+
+def _rounds(speed: Speed, course: Course, knobs: Knobs) -> Finding:
+    share = speed.rounds_s / speed.wall_s
+    sentence = (
+        f"Sync rounds take {share:.0%} of the training part: {course.num_rounds} in {course.num_steps} steps."
+    )
+    if not course.num_rounds or not speed.steps_s:
+        return Finding(Resource.ROUNDS, sentence)
+    needed = sync_every_steps_needed(speed, course)
+    if knobs.sync_every_steps is not None and needed <= knobs.sync_every_steps:
+        return Finding(Resource.ROUNDS, sentence)  # the first round alone, in a short run
+    advice = Advice(
+        "stage2_ab.channel_b.prefetch.sync_every_steps",
+        _text(knobs.sync_every_steps),
+        str(needed),
+        f"a round takes {seconds(speed.rounds_s / course.num_rounds)} and a step "
+        f"{seconds(speed.steps_s / course.num_steps)}; once in {needed} steps that is {ROUNDS_SHARE:.0%}",
+    )
+    return Finding(Resource.ROUNDS, sentence, (advice,))
+
+
+def _window(course: Course, knobs: Knobs) -> Iterator[Finding]:
+    missed = course.skips.get("not_enough_packs", 0)
+    if not missed or not course.num_stale:
+        return
+    sentence = f"{missed} wanted B steps lacked packs while {course.num_stale} packs and segments went stale."
+    if knobs.version_window is None or knobs.sync_every_steps is None or course.post_steps is None:
+        yield Finding(Resource.WINDOW, sentence)
+        return
+    quick, slow = course.post_steps
+    needed = window_needed(course, knobs.sync_every_steps, knobs.version_window)
+    advice = Advice(
+        "stage2_ab.channel_b.prefetch.version_window",
+        str(knobs.version_window),
+        str(needed),
+        f"POSTs take {quick:.1f} to {slow:.1f} steps; arrivals may spread over version_window × sync_every_steps = "
+        f"{knobs.version_window} × {knobs.sync_every_steps} steps",
+    )
+    yield Finding(Resource.WINDOW, sentence, (advice,))
+
+
+def _servers(course: Course) -> Iterator[Finding]:
+    missed = course.skips.get("servers_suspect", 0)
+    if missed:
+        yield Finding(
+            Resource.SERVERS,
+            f"{missed} wanted B steps found no server that was proven; the log says what became of them.",
+        )
+    if course.num_servers_failed:
+        yield Finding(
+            Resource.SERVERS,
+            f"Rounds could not prove a server {course.num_servers_failed} times, mostly: {course.main_server_error}.",
+        )
+
+
+def _interference(pace: ChannelPace) -> Finding:
+    assert pace.busy_s is not None
+    return Finding(
+        Resource.INTERFERENCE,
+        f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
+        f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their own.",
+    )
+
+
+def _text(value: float | int | None) -> str | None:
+    return None if value is None else f"{value:g}"

@@ -1,0 +1,168 @@
+"""What a report says, free of any form: sections of sentences, tables and charts. Rendered by ``terminal``, ``page``.
+
+One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """What a reader should feel about a sentence or a row."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    WARN = "warn"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """One line of text."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; the first column names its row. ``tones`` by number of the row."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    tones: Mapping[int, Tone] = field(default_factory=dict)
+
+
+class Mark(StrEnum):
+    """How a series is drawn."""
+
+    LINE = "line"
+    STAIRS = "stairs"
+    """Constant from one point to the next."""
+    POINTS = "points"
+    BARS = "bars"
+    STACK = "stack"
+    """An area on top of the series before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One named set of points; ``y`` may be None. ``low`` and ``high`` bound each point, or are empty."""
+
+    name: str
+    mark: Mark
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A horizontal line that the points are read against."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Series over one axis. ``key`` is unique in a report; ``description`` says in words what is drawn."""
+
+    key: str
+    title: str
+    description: str
+    x_title: str
+    y_title: str
+    series: tuple[Series, ...]
+    limits: tuple[Limit, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """The drawn numbers, a row per place on the x axis."""
+        columns = [
+            column
+            for series in self.series
+            for column in (
+                (series.name, dict(zip(series.x, series.y, strict=True))),
+                *((("from", dict(zip(series.x, series.low, strict=True))),) if series.low else ()),
+                *((("to", dict(zip(series.x, series.high, strict=True))),) if series.high else ()),
+            )
+        ]
+        places = sorted({place for series in self.series for place in series.x})
+        rows = tuple(
+            (number(place), *(number(values.get(place)) for _, values in columns)) for place in places
+        )
+        return Table(self.title, (self.x_title, *(name for name, _ in columns)), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The few numbers that a reader came for: (what, value, what it means)."""
+
+    numbers: tuple[tuple[str, str, str], ...]
+
+    @property
+    def table(self) -> Table:
+        """The same as rows."""
+        return Table("", ("what", "value", "meaning"), self.numbers)
+
+
+Part = Sentence | Table | Chart | Headline
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One heading and what stands under it, in order. ``key`` is unique in a report."""
+
+    key: str
+    title: str
+    parts: tuple[Part, ...]
+
+
+def series_of(name: str, mark: Mark, points: Iterable[tuple[float, float | None]]) -> Series:
+    """A series from its points."""
+    places, values = zip(*points, strict=True) if (points := tuple(points)) else ((), ())
+    return Series(name, mark, places, values)
+
+
+def number(value: float | None) -> str:
+    """As many digits as a reader needs; a dash for none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """Seconds with their unit, three digits of them."""
+    if value >= 1000:
+        return f"{value:,.0f} s"
+    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{value * 1000:.3g} ms"
+
+
+def pairs(title: str, rows: Mapping[str, str], headings: tuple[str, str] = ("what", "number")) -> Table:
+    """A table of two columns."""
+    return Table(title, headings, tuple(rows.items()))
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage in brackets; nothing of nothing."""
+    return f" ({part / whole:.0%})" if whole else ""
+
+
+def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
+    """Without what is absent, and without tables and charts that hold nothing."""
+    return tuple(part for part in parts if part is not None and not _is_empty(part))
+
+
+def _is_empty(part: Part) -> bool:
+    match part:
+        case Table():
+            return not part.rows
+        case Chart():
+            return not any(series.x for series in part.series)
+    return False

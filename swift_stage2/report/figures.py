@@ -1,0 +1,93 @@
+"""Turns charts into what plotly draws: plain data, colours as names that the page's style sheet resolves. Pure.
+
+Series differ in colour and in line or marker, so that nobody needs to tell colours apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swift_stage2.report.content import Chart, Limit, Mark, Series
+
+_NUM_COLOURS = 8  # --series-0 and so on in the style sheet
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
+_PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")
+_FEW = 60
+"""Points up to which each is marked."""
+
+
+def figure(chart: Chart) -> dict[str, Any]:
+    """``data`` and ``layout`` as plotly takes them."""
+    drawn = [series for series in chart.series if series.x]
+    traces = [_trace(series, number) for number, series in enumerate(drawn)]
+    limits = [limit for limit in chart.limits if drawn]
+    places = [place for series in drawn for place in series.x]
+    traces += [_limit(limit, min(places), max(places)) for limit in limits]
+    layout = {
+        "xaxis": {"title": {"text": chart.x_title}},
+        "yaxis": {"title": {"text": chart.y_title}, "rangemode": "tozero"},
+        "showlegend": len(traces) > 1,
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _trace(series: Series, number: int) -> dict[str, Any]:
+    colour = f"--series-{number % _NUM_COLOURS}"
+    dash, marker = _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
+    trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
+    match series.mark:
+        case Mark.BARS:
+            return trace | {"type": "bar", "marker": {"color": colour}}
+        case Mark.STACK:
+            fill = {
+                "fillcolor": colour,
+                "fillpattern": {"shape": _PATTERNS[number % len(_PATTERNS)], "size": 6},
+            }
+            return (
+                trace
+                | {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "stackgroup": "all",
+                    "line": {"width": 0.5, "color": colour},
+                }
+                | fill
+            )
+        case Mark.POINTS:
+            dots = {"color": colour, "symbol": marker, "size": 7}
+            return trace | {"type": "scatter", "mode": "markers", "marker": dots} | _bounds(series, colour)
+    shape = "hv" if series.mark is Mark.STAIRS else "linear"
+    line = {"color": colour, "dash": dash, "shape": shape, "width": 2}
+    mode = "lines+markers" if len(series.x) <= _FEW and series.mark is Mark.LINE else "lines"
+    return trace | {
+        "type": "scatter",
+        "mode": mode,
+        "line": line,
+        "marker": {"color": colour, "symbol": marker, "size": 6},
+    }
+
+
+def _bounds(series: Series, colour: str) -> dict[str, Any]:
+    if not series.low:
+        return {}
+    known = [(y or 0.0, low, high) for y, low, high in zip(series.y, series.low, series.high, strict=True)]
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - y for y, _, high in known],
+        "arrayminus": [y - low for y, low, _ in known],
+        "color": colour,
+    }
+    return {"error_y": error}
+
+
+def _limit(limit: Limit, first: float, last: float) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"{limit.name} = {limit.value:g}",
+        "x": [first, last],
+        "y": [limit.value, limit.value],
+        "line": {"color": "--limit", "dash": "dash", "width": 2},
+    }

@@ -1,0 +1,151 @@
+"""Turns matches into pictures to page through: what was seen, said, matched, missed, invented and trained.
+
+Bounded: the newest matches only, one thumbnail per image. What comes out is data for the page's script, which puts
+every text in as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from swift_stage2.report.matches import EVALUATION, Key, Labelled, Match
+from swift_stage2.report.thumbnail import UnreadableImage, thumbnail
+
+DEFAULT_SIZE = 200
+
+
+class Outcome(StrEnum):
+    """What a picture can be filtered by; several may hold, except the first."""
+
+    ALL_RIGHT = "all right"
+    MISSED = "has missed"
+    FALSE = "has false"
+    NOTHING_FOUND = "nothing found"
+    DROPPED = "dropped objects"
+
+
+class Part(StrEnum):
+    """What a box is; each is drawn in a colour and a line style of its own."""
+
+    TRUTH = "truth"
+    MATCHED = "matched"
+    MISSED = "missed"
+    FALSE = "false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One rollout. ``image`` numbers the gallery's thumbnails; None with ``trouble``, which says why there is none."""
+
+    image: int | None
+    trouble: str | None
+    name: str
+    facts: tuple[str, ...]
+    fate: str
+    space: tuple[int, int]
+    boxes: tuple[tuple[str, float, float, float, float, str], ...]
+    """(part, x1, y1, x2, y2, label)."""
+    outcomes: tuple[str, ...]
+    rollout: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gallery:
+    """Newest first."""
+
+    pictures: tuple[Picture, ...]
+    thumbnails: tuple[str, ...]
+    """Data URIs."""
+    num_matches: int
+    """Of which the pictures are the newest."""
+
+    def count(self, outcome: Outcome) -> int:
+        """Pictures with it."""
+        return sum(outcome in picture.outcomes for picture in self.pictures)
+
+
+def outcomes_of(match: Match) -> tuple[Outcome, ...]:
+    """All that hold; ``NOTHING_FOUND``: there was something and none of it was matched."""
+    found = [
+        *([Outcome.MISSED] if match.missed else []),
+        *([Outcome.FALSE] if match.false else []),
+        *([Outcome.NOTHING_FOUND] if match.truth and not match.pairs else []),
+        *([Outcome.DROPPED] if sum(match.dropped.values()) else []),
+    ]
+    return tuple(found) or (Outcome.ALL_RIGHT,)
+
+
+def gallery_of(
+    matches: Sequence[Match], fates: Mapping[int, Mapping[Key, str]], size: int = DEFAULT_SIZE
+) -> Gallery:
+    """The newest ``size`` matches; ``matches`` by time, ``fates`` by rank and draw. Opens their images."""
+    thumbnails: list[str] = []
+    seen: dict[str, tuple[int | None, str | None]] = {}
+    pictures = []
+    for match in reversed(matches[max(0, len(matches) - size) :]):
+        path = match.images[0] if match.images else None
+        if path is None:
+            found: tuple[int | None, str | None] = (None, "the image has no path")
+        elif path not in seen:
+            found = seen[path] = _load(path, thumbnails)
+        else:
+            found = seen[path]
+        pictures.append(_picture(match, path, found, fates.get(match.rank, {})))
+    return Gallery(pictures=tuple(pictures), thumbnails=tuple(thumbnails), num_matches=len(matches))
+
+
+def _load(path: str, thumbnails: list[str]) -> tuple[int | None, str | None]:
+    try:
+        thumbnails.append(thumbnail(path))
+    except UnreadableImage as reason:
+        return None, str(reason)
+    return len(thumbnails) - 1, None
+
+
+def _picture(
+    match: Match, path: str | None, found: tuple[int | None, str | None], fates: Mapping[Key, str]
+) -> Picture:
+    image, trouble = found
+    epoch, position, row, attempt = match.sample
+    where = f"evaluation {position}" if match.purpose == EVALUATION else f"epoch {epoch}, position {position}"
+    facts = [
+        f"row {row}, {where}, rank {match.rank}" + (f", attempt {attempt}" if attempt else ""),
+        f"weights of version {match.version}",
+        f"{len(match.pairs)} matched, {len(match.missed)} missed, {len(match.false)} false",
+    ]
+    facts += [f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count]
+    facts += ["cut off at max_new_tokens"] if match.truncated else []
+    facts += [f"first of {len(match.images)} images"] if len(match.images) > 1 else []
+    not_trained = "evaluation, never trained" if match.purpose == EVALUATION else "not trained yet"
+    return Picture(
+        image=image,
+        trouble=trouble,
+        name=Path(path).name if path else "an image without a path",
+        facts=tuple(facts),
+        fate=not_trained if match.purpose == EVALUATION else fates.get(match.sample, not_trained),
+        space=match.space,
+        boxes=tuple(_boxes(match)),
+        outcomes=tuple(str(outcome) for outcome in outcomes_of(match)),
+        rollout=match.rollout,
+        target=match.target,
+    )
+
+
+def _boxes(match: Match) -> list[tuple[str, float, float, float, float, str]]:
+    """Ground truth first, so that predictions lie on top."""
+    parts = [
+        (Part.MISSED if number in match.missed else Part.TRUTH, one) for number, one in enumerate(match.truth)
+    ]
+    parts += [
+        (Part.FALSE if number in match.false else Part.MATCHED, one)
+        for number, one in enumerate(match.predicted)
+    ]
+    return [_drawn(part, one) for part, one in parts]
+
+
+def _drawn(part: Part, one: Labelled) -> tuple[str, float, float, float, float, str]:
+    return (str(part), *one.box, one.label)

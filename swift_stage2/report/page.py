@@ -1,0 +1,76 @@
+"""Turns a report into one HTML page that needs nothing else: style, script, plotly and pictures are inside.
+
+Every text is escaped by the template; what the script reads is JSON in which no tag can begin. Written whole or not at
+all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from swift_stage2.errors import UserError
+from swift_stage2.report.content import Chart, Headline, Sentence, Table
+from swift_stage2.report.figures import figure
+from swift_stage2.report.gallery import Outcome
+from swift_stage2.report.report import GALLERY_KEY, Report
+
+_FORMS = {Sentence: "sentence", Table: "table", Chart: "chart", Headline: "headline"}
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    charts = [part for section in report.sections for part in section.parts if isinstance(part, Chart)]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_text("page.html.j2")).render(
+        report=report,
+        gallery_key=GALLERY_KEY,
+        filters=[("all", len(report.gallery.pictures))]
+        + [(str(outcome), report.gallery.count(outcome)) for outcome in Outcome],
+        form=lambda part: _FORMS[type(part)],
+        style=Markup(_text("page.css")),
+        script=Markup(_text("page.js")),
+        plotly=Markup(get_plotlyjs()) if charts else "",
+        figures=_json({chart.key: figure(chart) for chart in charts}),
+        gallery=_json(asdict(report.gallery)),
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Puts the page in its place in one move.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"
+        ) from error
+
+
+def _json(value: Any) -> Markup:
+    """JSON inside a script element: no character in it can end the element or begin another."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _text(name: str) -> str:
+    return (files("swift_stage2.report") / "page_files" / name).read_text(encoding="utf-8")

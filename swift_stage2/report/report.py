@@ -1,0 +1,102 @@
+"""Puts a run's sections in order: the whole report, before it takes any form. Pure, but for the images it opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from swift_stage2.report.content import Section, Sentence, Tone, number
+from swift_stage2.report.fates import fates_of
+from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of
+from swift_stage2.report.ledger_section import ledger_section
+from swift_stage2.report.matches import Match, matches_of
+from swift_stage2.report.rollout_sections import drift_section, fill_section, quality_section
+from swift_stage2.report.rounds_section import rounds_section
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.selection import Comparison, compare, draws_of
+from swift_stage2.report.selection_section import selection_section
+from swift_stage2.report.step_sections import drops_section, queue_section, steps_section
+from swift_stage2.report.time_section import time_section
+from swift_stage2.report.verdict import Speed, slowest
+from swift_stage2.report.verdict_section import verdict_section
+from swift_stage2.report.work import course_of, knobs_of, works_of
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+
+GALLERY_KEY = "gallery"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that is told of one run."""
+
+    run_dirs: tuple[str, ...]
+    state: str
+    """How the run stands, in a few words."""
+    sections: tuple[Section, ...]
+    gallery: Gallery
+    account: RunAccount | None
+    """None without channel B."""
+    comparisons: tuple[Comparison, ...]
+    speed: Speed | None
+    is_balanced: bool
+    """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
+
+
+def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
+    """Computes the whole report; opens at most ``gallery_size`` images."""
+    account = account_of(run.ledgers) if run.ledgers else None
+    matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
+    works, course, knobs = works_of(run), course_of(run), knobs_of(run)
+    speed = slowest(works)
+    comparisons = compare([draw for history in run.histories.values() for draw in draws_of(history)])
+    fates = {rank: fates_of(history) for rank, history in run.histories.items()}
+    gallery = gallery_of(matches, fates, gallery_size)
+    sections = (
+        verdict_section(works, course, knobs),
+        steps_section(run, course),
+        time_section(run, speed.rank if isinstance(speed, Speed) else 0),
+        queue_section(run, knobs),
+        drops_section(run),
+        rounds_section(run),
+        quality_section(run, matches),
+        drift_section(run, matches),
+        selection_section(comparisons),
+        fill_section(run),
+        ledger_section(account, run.wanted_b),
+        _gallery_section(gallery, matches, num_odd),
+    )
+    return Report(
+        run_dirs=tuple(str(run_dir) for run_dir in run.run_dirs),
+        state=_state(run),
+        sections=sections,
+        gallery=gallery,
+        account=account,
+        comparisons=comparisons,
+        speed=speed if isinstance(speed, Speed) else None,
+        is_balanced=account.is_balanced if account else not run.wanted_b,
+    )
+
+
+def _gallery_section(gallery: Gallery, matches: Sequence[Match], num_odd: int) -> Section:
+    sentences = [
+        Sentence(
+            f"{number(len(gallery.pictures))} of {number(len(matches))} matches, the newest first."
+            if matches
+            else "The run wrote no matches."
+        )
+    ]
+    if num_odd:
+        sentences.append(
+            Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)
+        )
+    return Section(GALLERY_KEY, "Gallery", tuple(sentences))
+
+
+def _state(run: RunData) -> str:
+    if run.first is None:
+        return "no audit"
+    end = "ended in order" if all(records.has_ended for records in run.ranks) else "running, or was killed"
+    steps = [step["time"] for step in run.first.steps.values()]
+    lasted = f", {max(steps) - min(steps):,.0f} s from first to last step" if steps else ""
+    return f"{number(len(run.ranks))} ranks, {number(len(steps))} steps{lasted}; {end}"

@@ -1,0 +1,204 @@
+"""How good rollouts were, how fast their matches grow old, and how full packs were. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from swift_stage2.config import MatchingConfig
+from swift_stage2.report import quality
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    filled,
+    number,
+    pairs,
+    series_of,
+)
+from swift_stage2.report.drift import DEFINITION, Drift, drift_of
+from swift_stage2.report.matches import EVALUATION, Match
+from swift_stage2.report.quality import Quality
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.steps_over_time import MOST_POINTS
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
+
+_MEASURES = ("precision", "recall", "f1", "mean_iou")
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_NUM_BINS = 20
+
+
+def quality_section(run: RunData, matches: Sequence[Match]) -> Section:
+    """Precision, recall, F1 and mean IoU by version, and of evaluations by step."""
+    records = list(chain.from_iterable(run.histories.values()))
+    by_version = quality.of_ledger(records) or quality.of_matches(
+        match for match in matches if match.purpose != EVALUATION
+    )
+    evaluations = run.first.evaluations if run.first else []
+    parts: list[Part | None] = [
+        _halves(by_version),
+        _measures(
+            "quality",
+            "Match quality of rollouts",
+            "Rollouts against ground truth before correction, by the version of the weights that gave them.",
+            "version",
+            _grouped(by_version),
+        ),
+        _measures(
+            "evaluations",
+            "Evaluations",
+            "Greedy answers to the validation set, at the step at which each evaluation began.",
+            "step",
+            [(record["begun_step"], record["ratios"]) for record in evaluations],
+        ),
+    ]
+    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def drift_section(run: RunData, matches: Sequence[Match]) -> Section:
+    """The share of boxes that change their partner, by version difference."""
+    threshold = run.setting("stage2_ab", "channel_b", "matching", "iou_threshold")
+    threshold = MatchingConfig().iou_threshold if threshold is None else threshold
+    found = drift_of(matches, threshold)
+    if not found:
+        return Section("drift", "Match drift", (Sentence(DEFINITION), Sentence("No image was asked twice.")))
+    rows = tuple(
+        (
+            f"{one.purpose}, lag {one.lag}",
+            f"{one.share:.1%}",
+            f"{one.low:.1%} to {one.high:.1%}",
+            number(one.num_boxes),
+            number(one.num_images),
+        )
+        for one in _shown(found)
+    )
+    chart = Chart(
+        key="drift",
+        title="Boxes whose partner changed",
+        description="Percent of ground-truth boxes with another partner, by the difference of the two versions.",
+        x_title="version difference",
+        y_title="percent",
+        series=tuple(
+            _drift_series(purpose, [one for one in _shown(found) if one.purpose == purpose])
+            for purpose in dict.fromkeys(one.purpose for one in found)
+        ),
+    )
+    headings = ("asked for", "changed", "95 % interval", "boxes", "images")
+    table = Table(f"Changed partners, matching threshold {threshold:g}", headings, rows)
+    return Section("drift", "Match drift", (Sentence(DEFINITION), table, chart))
+
+
+def fill_section(run: RunData) -> Section:
+    """How much of the packs' room was used."""
+    packed = [
+        (record["num_tokens"], record["capacity_tokens"])
+        for record in chain.from_iterable(run.histories.values())
+        if record["kind"] == Entry.PACKED and record["capacity_tokens"]
+    ]
+    if not packed:
+        return Section("fill", "Pack fill", (Sentence("No pack was made."),))
+    fills = sorted(tokens / capacity for tokens, capacity in packed)
+    rows = {
+        "packs made": number(len(packed)),
+        "tokens / room": f"{sum(t for t, _ in packed) / sum(c for _, c in packed):.1%}",
+        "median fill": f"{fills[len(fills) // 2]:.1%}",
+        "lowest fill": f"{fills[0]:.1%}",
+    }
+    counts = [0] * _NUM_BINS
+    for fill in fills:
+        counts[min(_NUM_BINS - 1, int(fill * _NUM_BINS))] += 1
+    width = 100 / _NUM_BINS
+    bars = [(width * (index + 0.5), float(count)) for index, count in enumerate(counts)]
+    chart = Chart(
+        key="fill",
+        title="Packs by fill",
+        description=f"How many packs were filled to what percent, in steps of {width:g}, each named by its middle.",
+        x_title="percent of the room",
+        y_title="packs",
+        series=(series_of("packs", Mark.BARS, bars),),
+    )
+    return Section("fill", "Pack fill", (pairs("Packs", rows), chart))
+
+
+def _halves(by_version: Mapping[int, Quality]) -> Table:
+    """The older half of the versions against the newer one, and all: the trend in numbers."""
+    versions = list(by_version)
+    parts = {"all versions": versions}
+    if len(versions) > 1:
+        middle = len(versions) // 2
+        parts |= {_span(versions[:middle]): versions[:middle], _span(versions[middle:]): versions[middle:]}
+    rows = []
+    for name, members in parts.items():
+        found = _sum([by_version[version] for version in members])
+        values = (getattr(found, measure) for measure in _MEASURES)
+        rows.append((name, *(number(value) for value in values), number(found.num_rollouts)))
+    headings = ("version", *_NAMES.values(), "rollouts")
+    return Table("Rollouts before correction", headings, tuple(rows) if versions else ())
+
+
+def _span(versions: Sequence[int]) -> str:
+    return f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else str(versions[0])
+
+
+def _grouped(by_version: Mapping[int, Quality]) -> list[tuple[float, dict[str, float]]]:
+    """At most ``MOST_POINTS``: the counts of neighbouring versions are added up."""
+    versions = list(by_version)
+    size = max(1, -(-len(versions) // MOST_POINTS))
+    groups = [versions[begin : begin + size] for begin in range(0, len(versions), size)]
+    points = []
+    for group in groups:
+        found = _sum([by_version[version] for version in group])
+        values = {measure: getattr(found, measure) for measure in _MEASURES}
+        points.append((float(group[0]), {name: value for name, value in values.items() if value is not None}))
+    return points
+
+
+def _sum(parts: Sequence[Quality]) -> Quality:
+    return Quality(
+        num_rollouts=sum(part.num_rollouts for part in parts),
+        num_predictions=sum(part.num_predictions for part in parts),
+        num_truth=sum(part.num_truth for part in parts),
+        num_pairs=sum(part.num_pairs for part in parts),
+        sum_iou=sum(part.sum_iou for part in parts),
+    )
+
+
+def _measures(
+    key: str, title: str, description: str, x_title: str, points: Sequence[tuple[float, Record]]
+) -> Chart:
+    return Chart(
+        key=key,
+        title=title,
+        description=description,
+        x_title=x_title,
+        y_title="0 to 1",
+        series=tuple(
+            series_of(
+                name, Mark.LINE, [(place, values[measure]) for place, values in points if measure in values]
+            )
+            for measure, name in _NAMES.items()
+            if any(measure in values for _, values in points)
+        ),
+    )
+
+
+def _shown(found: Sequence[Drift]) -> list[Drift]:
+    """Every lag while they are few; else the first ones and those that double."""
+    few = [one for one in found if one.lag <= 8 or one.lag & (one.lag - 1) == 0]
+    return few if len(found) > 24 else list(found)
+
+
+def _drift_series(purpose: str, found: Sequence[Drift]) -> Series:
+    return Series(
+        purpose,
+        Mark.POINTS,
+        tuple(float(one.lag) for one in found),
+        tuple(100 * one.share for one in found),
+        tuple(100 * one.low for one in found),
+        tuple(100 * one.high for one in found),
+    )

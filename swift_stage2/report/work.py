@@ -1,0 +1,91 @@
+"""Gathers what a verdict is computed from: the work of each rank, the course of the run, its knobs. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from swift_stage2.report.course import Course, Knobs
+from swift_stage2.report.run_data import RankRecords, RunData
+from swift_stage2.report.steps_over_time import pipeline_seconds, syncing_seconds, trained_steps
+from swift_stage2.report.verdict import RankWork
+from swift_stage2.telemetry.ledger import Entry
+
+
+def works_of(run: RunData) -> list[RankWork]:
+    """Every rank's work up to its last metrics record, which alone tells of the pipeline; all of it without one."""
+    return [_work(records) for records in run.ranks]
+
+
+def course_of(run: RunData) -> Course:
+    """What happened, as the lowest rank tells it where all ranks tell the same."""
+    first = run.first or RankRecords(0)
+    steps = list(first.steps.values())
+    servers = [server for record in first.rounds for server in record["servers"].values()]
+    errors = Counter(str(server["error"]) for server in servers if not server["proven"])
+    numbers = [records.metrics[-1]["numbers"] for records in run.ranks if records.metrics]
+    return Course(
+        num_steps=len(steps),
+        num_b_wanted=sum(step["wants_b"] for step in steps),
+        num_b_run=sum(step["channel"] == "B" for step in steps),
+        skips=dict(Counter(step["skip_reason"] for step in steps if step["skip_reason"]).most_common()),
+        num_stale=int(
+            sum(
+                found.get("packs_dropped_stale", 0) + found.get("segments_dropped_stale", 0)
+                for found in numbers
+            )
+        ),
+        num_rounds=len(first.rounds),
+        num_servers_failed=errors.total(),
+        main_server_error=errors.most_common(1)[0][0] if errors else None,
+        post_steps=_post_steps(run),
+    )
+
+
+def knobs_of(run: RunData) -> Knobs:
+    """The settings; the window also from the ledger, which has always held it."""
+    prefetch = ("stage2_ab", "channel_b", "prefetch")
+    servers = run.setting("rollout", "servers")
+    window = run.setting(*prefetch, "version_window")
+    return Knobs(
+        b_ratio=run.setting("stage2_ab", "schedule", "b_ratio"),
+        sync_every_steps=run.setting(*prefetch, "sync_every_steps"),
+        version_window=_window_of_ledger(run) if window is None else window,
+        num_servers=len(servers) if servers else None,
+    )
+
+
+def _work(records: RankRecords) -> RankWork:
+    last = records.metrics[-1] if records.metrics else None
+    known = records.until(last["time"]) if last else records
+    numbers = last["numbers"] if last else {}
+    return RankWork(
+        rank=records.rank,
+        steps=trained_steps(known),
+        syncing_s=syncing_seconds(known),
+        pipeline_s=pipeline_seconds(last) if last else None,
+        packs_made=int(numbers.get("packs_made", 0)),
+        packs_trained=int(numbers.get("packs_trained", 0)),
+    )
+
+
+def _post_steps(run: RunData) -> tuple[float, float] | None:
+    """Lower and upper decile of an answered POST's seconds, in steps of the median length."""
+    posts = [
+        record["seconds"]
+        for records in run.histories.values()
+        for record in records
+        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
+    ]
+    steps = [step.seconds for step in trained_steps(run.first)] if run.first else []
+    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
+        return None
+    deciles = statistics.quantiles(posts, n=10, method="inclusive")
+    return deciles[0] / step_s, deciles[-1] / step_s
+
+
+def _window_of_ledger(run: RunData) -> int | None:
+    starts = [
+        record for records in run.histories.values() for record in records if record["kind"] == Entry.START
+    ]
+    return starts[-1].get("version_window") if starts else None
