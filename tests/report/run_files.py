@@ -1,0 +1,186 @@
+"""Directories of runs as the real writers leave them, of steps whose lengths are known to the nanosecond."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ledger_run import LedgerRun
+from PIL import Image
+
+from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry.audit import audit_path
+
+CONFIG: dict[str, Any] = {
+    "stage2_ab": {
+        "schedule": {"b_ratio": 0.5},
+        "channel_b": {
+            "prefetch": {"version_window": 2, "sync_every_steps": 4},
+            "matching": {"iou_threshold": 0.5},
+        },
+    },
+    "rollout": {"servers": [{"base_url": "http://127.0.0.1:1"}]},
+}
+A_S, B_S, BUSY_S, ROUND_S = 0.2, 0.4, 0.05, 0.3
+"""Seconds of a quiet step of each channel, what a rollout in flight adds, and of a sync round."""
+ASKING_S, PREPARING_S = 0.3, 0.05
+"""The pipeline's work for one pack."""
+
+
+class RunFiles:
+    """One rank's process: steps alternate between A and B, a round runs before every fourth."""
+
+    def __init__(self, run_dir: Path, *, rank: int = 0, config: Mapping[str, Any] | None = CONFIG) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        self.now = 1_000_000.0
+        self.audit = AuditLog(audit_path(run_dir, rank), rank, now=lambda: self.now)
+        self.matches = AuditLog(run_dir / "matches" / f"rank{rank}.jsonl", rank, now=lambda: self.now)
+        self.has_pipeline_clock = True
+        self._config = config
+        self._spent: dict[str, int] = {"other": 500_000_000}
+        self._totals: dict[str, int] = {}
+        self._busy = False
+        self.version = 0
+        self.num_b = 0
+        self.step = 0
+
+    def start(self, step: int = 0) -> RunFiles:
+        """A process begins before ``step``."""
+        settings: dict[str, Any] = {"run_id": "r", "seed": 0}
+        self.audit.write(
+            "start", step=step, world_size=1, settings=settings | ({"config": self._config} if self._config else {})
+        )
+        self.step, self._spent = step, {"other": 500_000_000}
+        return self
+
+    def train(self, num_steps: int, *, with_b: bool = True, skipped: str | None = None) -> RunFiles:
+        """Steps one after another; ``skipped``: wanted B steps run A, for this reason."""
+        for _ in range(num_steps):
+            if with_b and self.step % 4 == 0:
+                self._round()
+            wants_b = with_b and self.step % 2 == 1
+            self._plan("B" if wants_b and not skipped else "A", wants_b, skipped if wants_b else None)
+            self.step += 1
+            if self.step % 10 == 0:
+                self.log(self.step)
+        return self
+
+    def log(self, step: int | None) -> None:
+        """A logging step; None is the run's end."""
+        values: dict[str, Any] = {}
+        if self.has_pipeline_clock:
+            work = {"asking": self.num_b * ASKING_S, "preparing": self.num_b * PREPARING_S}
+            pipeline_ns = {name: round(spent * 1e9) for name, spent in work.items()}
+            wall_ns = max(sum(self._totals.values()), sum(pipeline_ns.values()))
+            pipeline_ns["idle"] = wall_ns - sum(pipeline_ns.values())
+            values = {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
+        numbers = {"packs_made": self.num_b, "packs_trained": self.num_b, "queue_limit": 8}
+        total = self._totals | {name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()}
+        self.audit.write(
+            "metrics", step=step, epoch=None, numbers=numbers, activity_ns=total, wall_ns=sum(total.values()), **values
+        )
+
+    def match(
+        self,
+        sample: Sequence[int],
+        *,
+        version: int = 1,
+        truth: Sequence[Sequence[float]] = ((10, 10, 60, 60),),
+        predicted: Sequence[Sequence[float]] = ((10, 10, 60, 58),),
+        pairs: Sequence[Sequence[float]] = ((0, 0, 0.96),),
+        images: Sequence[str | None] = (),
+        label: str = "car",
+        **others: Any,
+    ) -> None:
+        """One rollout against its ground truth."""
+        self.now += 0.001
+        values = {"purpose": "training", "space": [112, 112], "rollout": "said", "target": "trained"}
+        values |= {"truncated": False, "dropped": {}}
+        self.matches.write(
+            "match",
+            sample=list(sample),
+            version=version,
+            images=list(images),
+            truth=[{"label": label, "box": list(box)} for box in truth],
+            predicted=[{"label": label, "box": list(box)} for box in predicted],
+            pairs=[list(pair) for pair in pairs],
+            **(values | others),
+        )
+
+    def end(self) -> None:
+        """An orderly end."""
+        self.log(None)
+        self.audit.close()
+        self.matches.close()
+
+    def _round(self) -> None:
+        self.version += 1
+        self._spend("syncing", ROUND_S)
+        phases = {"begin": 0.01, "push": 0.1, "prove": 0.05}
+        server = {"proven": True, "error": None, "proof": "canary", "num_bytes": 9, "seconds": phases}
+        self.audit.write(
+            "round",
+            step=self.step,
+            round_id="x",
+            version=self.version,
+            committed=True,
+            seconds=ROUND_S,
+            pending_seconds=0.0,
+            canary_seconds=0.02,
+            export_seconds=0.01,
+            servers={"0": server},
+        )
+
+    def _plan(self, channel: str, wants_b: bool, skip_reason: str | None) -> None:
+        packs = [{"pack_id": str(self.step), "version": max(0, self.version - 1)}] if channel == "B" else []
+        self.num_b += len(packs)
+        in_flight = self.step % 6 == 5
+        self.audit.write(
+            "step",
+            step=self.step,
+            channel=channel,
+            wants_b=wants_b,
+            skip_reason=skip_reason,
+            version=self.version,
+            version_lag=1 if packs else None,
+            queue_depth=self.step % 3,
+            infer_in_flight=int(in_flight),
+            round_pending=False,
+            plan_seconds=0.001,
+            num_tokens=40,
+            packs=packs,
+            activity_ns=self._spent,
+        )
+        self._totals = self._totals | {
+            name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()
+        }
+        self._spent = {}
+        # A POST that is in flight at a plan slows the step before it down, and the one after it.
+        self._spend("busy", A_S if channel == "A" else B_S)
+        if in_flight or (self.step + 1) % 6 == 5:
+            self._spend("busy", BUSY_S)
+
+    def _spend(self, activity: str, seconds: float) -> None:
+        self.now += seconds
+        self._spent[activity] = self._spent.get(activity, 0) + round(seconds * 1e9)
+
+
+def balanced_ledger(run_dir: Path, *, num_samples: int = 6) -> LedgerRun:
+    """A ledger of samples that were all trained, each in a pack of its own."""
+    run = LedgerRun(run_dir, num_rows=max(7, num_samples))
+    for number in range(num_samples):
+        keys = run.draw(1)
+        run.match(keys)
+        run.pack(keys, str(number))
+        run.train(keys, str(number))
+    return run
+
+
+def picture(path: Path, size: tuple[int, int] = (112, 112)) -> str:
+    """An image file; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.linear_gradient("L").resize(size).convert("RGB")
+    image.save(path)
+    return str(path)

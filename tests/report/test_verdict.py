@@ -1,0 +1,258 @@
+"""The verdict: exact on runs whose times are known, and within its bounds on any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from swift_stage2.report.advice import Resource, findings
+from swift_stage2.report.course import Course, Knobs
+from swift_stage2.report.knob_values import (
+    ROUNDS_SHARE,
+    servers_needed,
+    sustained_b_ratio,
+    sync_every_steps_needed,
+)
+from swift_stage2.report.steps_over_time import TrainedStep
+from swift_stage2.report.verdict import FEWEST_QUIET, WORKING, RankWork, Speed, measure, paces_of, slowest
+
+KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)
+
+
+def step(channel: str, seconds: float, is_quiet: bool = True, number: int = 0) -> TrainedStep:
+    return TrainedStep(number, channel, seconds, is_quiet)
+
+
+def work(
+    steps: list[TrainedStep],
+    *,
+    syncing_s: float = 0.0,
+    pipeline_s: Mapping[str, float] | None = None,
+    packs: tuple[int, int] = (1, 1),
+    rank: int = 0,
+) -> RankWork:
+    """``packs``: made, trained."""
+    return RankWork(
+        rank=rank,
+        steps=steps,
+        syncing_s=syncing_s,
+        pipeline_s=pipeline_s,
+        packs_made=packs[0],
+        packs_trained=packs[1],
+    )
+
+
+def course(num_steps: int = 20, num_b_run: int = 10, num_rounds: int = 5, **others: object) -> Course:
+    values: dict[str, object] = {
+        "num_steps": num_steps,
+        "num_b_wanted": num_b_run,
+        "num_b_run": num_b_run,
+        "skips": {},
+        "num_stale": 0,
+        "num_rounds": num_rounds,
+        "num_servers_failed": 0,
+        "main_server_error": None,
+        "post_steps": None,
+    }
+    return Course(**(values | others))  # type: ignore[arg-type]
+
+
+def speed_of(work_: RankWork) -> Speed:
+    found = measure(work_)
+    assert isinstance(found, Speed)
+    return found
+
+
+TEN_AND_TEN = [step("A", 0.2)] * 10 + [step("B", 0.4)] * 10
+
+
+def test_a_run_that_hides_all_its_rollouts_reaches_its_bound() -> None:
+    speed = speed_of(work(TEN_AND_TEN, syncing_s=1.0, pipeline_s={"asking": 4.0, "packing": 1.0, "idle": 2.0}))
+    assert speed.steps_s == pytest.approx(6.0)
+    assert (speed.learner_s, speed.rollouts_s) == pytest.approx((7.0, 5.0))
+    assert (speed.inline_s, speed.ideal_s, speed.wall_s) == pytest.approx((12.0, 7.0, 7.0))
+    assert (speed.speed_up, speed.bound, speed.fraction) == pytest.approx((12 / 7, 12 / 7, 1.0))
+
+
+def test_work_for_packs_that_were_never_trained_is_none_that_inline_would_do() -> None:
+    speed = speed_of(work(TEN_AND_TEN, pipeline_s={"asking": 4.0}, packs=(20, 10)))
+    assert speed.rollouts_s == pytest.approx(2.0)
+
+
+def test_waiting_of_the_pipeline_is_no_work() -> None:
+    idle = {"idle": 9.0, "ticket": 9.0, "evaluating": 9.0, "asking": 1.0}
+    assert speed_of(work(TEN_AND_TEN, pipeline_s=idle)).rollouts_s == pytest.approx(1.0)
+
+
+def test_slow_steps_beside_rollouts_cost_the_fraction() -> None:
+    steps = [step("B", 0.2)] * 10 + [step("B", 0.3, is_quiet=False)] * 10
+    speed = speed_of(work(steps, pipeline_s={"asking": 1.0}))
+    assert speed.steps_s == pytest.approx(4.0)
+    assert speed.fraction == pytest.approx(4 / 5)
+    (pace,) = speed.paces
+    assert pace.slowdown == pytest.approx(0.5)
+
+
+def test_few_quiet_steps_make_an_estimate_that_says_so() -> None:
+    steps = [step("B", 0.1)] * (FEWEST_QUIET - 1) + [step("B", 1.0 + n / 10, is_quiet=False) for n in range(17)]
+    (pace,) = paces_of(steps)
+    assert pace.is_estimate
+    assert pace.slowdown is None
+    assert pace.quiet_s == pytest.approx(1.1)  # the sixth of 21
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        (work([]), "no step was timed"),
+        (work([step("A", 0.2)], pipeline_s={"asking": 1.0}), "no step trained on channel B"),
+        (work([step("B", 0.2)]), "no clock of the pipeline"),
+        (work([step("B", 0.2)], pipeline_s={"asking": 1.0}, packs=(0, 0)), "no pack was made"),
+    ],
+)
+def test_what_is_missing_is_told_instead_of_a_number(lacking: RankWork, told: str) -> None:
+    found = slowest([lacking])
+    assert isinstance(found, str)
+    assert told in found
+
+
+def test_the_slowest_rank_speaks_for_the_run() -> None:
+    fast = work(TEN_AND_TEN, pipeline_s={"asking": 1.0}, rank=0)
+    slow = work(TEN_AND_TEN, pipeline_s={"asking": 1.0}, rank=1, syncing_s=3.0)
+    found = slowest([fast, slow])
+    assert isinstance(found, Speed)
+    assert found.rank == 1
+
+
+seconds = st.floats(1e-2, 10)
+works = st.builds(
+    work,
+    st.lists(st.builds(step, st.sampled_from("AB"), seconds, st.booleans()), min_size=2, max_size=40),
+    syncing_s=st.floats(0, 100),
+    pipeline_s=st.fixed_dictionaries({name: st.floats(0, 300) for name in (*WORKING, "idle")}),
+    packs=st.tuples(st.integers(1, 50), st.integers(1, 50)).map(lambda two: (max(two), min(two))),
+)
+
+
+@given(works)
+def test_the_numbers_of_any_run_fit_each_other(work_: RankWork) -> None:
+    speed = measure(work_)
+    assume(isinstance(speed, Speed))
+    assert isinstance(speed, Speed)
+    assert speed.fraction == pytest.approx(speed.speed_up / speed.bound)
+    assert 1 <= speed.bound <= 2 + 1e-9  # two actors side by side
+    assert speed.inline_s == pytest.approx(speed.steps_s + speed.rounds_s + speed.rollouts_s)
+    assert speed.learner_binds == (speed.ideal_s > speed.rollouts_s)
+    assert speed.wall_s == pytest.approx(sum(one.seconds for one in work_.steps) + work_.syncing_s)
+
+
+@given(works, st.floats(0.1, 10))
+def test_a_faster_clock_changes_no_ratio(work_: RankWork, factor: float) -> None:
+    assert work_.pipeline_s is not None
+    scaled = work(
+        [step(one.channel, one.seconds * factor, one.is_quiet) for one in work_.steps],
+        syncing_s=work_.syncing_s * factor,
+        pipeline_s={name: spent * factor for name, spent in work_.pipeline_s.items()},
+        packs=(work_.packs_made, work_.packs_trained),
+    )
+    before, after = measure(work_), measure(scaled)
+    assert isinstance(before, Speed) == isinstance(after, Speed)
+    if isinstance(before, Speed) and isinstance(after, Speed):
+        assert (after.speed_up, after.bound) == pytest.approx((before.speed_up, before.bound))
+
+
+@given(works, st.integers(1, 16))
+def test_the_servers_asked_for_are_enough_and_one_less_is_not(work_: RankWork, num_servers: int) -> None:
+    speed = measure(work_)
+    assume(isinstance(speed, Speed) and not speed.learner_binds)
+    assert isinstance(speed, Speed)
+    needed, asking = servers_needed(speed, num_servers), speed.working_s["asking"]
+    rest = speed.rollouts_s - asking
+    if needed is None:
+        assert rest >= speed.learner_s
+        return
+    assert rest + asking * num_servers / needed <= speed.learner_s * (1 + 1e-9)
+    if needed > 1:
+        assert rest + asking * num_servers / (needed - 1) >= speed.learner_s * (1 - 1e-9)
+
+
+@given(works, st.integers(1, 40))
+def test_the_ratio_proposed_is_one_that_the_rollouts_feed(work_: RankWork, num_b_run: int) -> None:
+    speed = measure(work_)
+    assume(isinstance(speed, Speed) and speed.rollouts_s > 1e-6)
+    assert isinstance(speed, Speed)
+    ratio = sustained_b_ratio(speed, course(num_steps=40, num_b_run=num_b_run))
+    assert 0 <= ratio <= 1
+    assert ratio / (num_b_run / 40) * speed.rollouts_s <= speed.learner_s * (1 + 1e-9)
+
+
+def test_rounds_once_in_the_steps_proposed_take_their_share() -> None:
+    speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 1.0}))
+    needed = sync_every_steps_needed(speed, course())
+    round_s, step_s = 2.0 / 5, 6.0 / 20
+    share = round_s / (round_s + needed * step_s)
+    assert share <= ROUNDS_SHARE
+    assert round_s / (round_s + (needed - 1) * step_s) > ROUNDS_SHARE
+
+
+@pytest.mark.parametrize(
+    ("pipeline_s", "resource", "knobs"),
+    [
+        ({"asking": 3.0}, Resource.LEARNER, {"stage2_ab.schedule.b_ratio": "up to 1"}),
+        (
+            {"asking": 8.0, "preparing": 1.0},
+            Resource.ROLLOUTS,
+            {"rollout.servers": str(math.ceil(8 * 2 / 5)), "stage2_ab.schedule.b_ratio": "0.33"},
+        ),
+        ({"asking": 2.0, "preparing": 7.0}, Resource.PREPARATION, {"stage2_ab.schedule.b_ratio": "0.33"}),
+    ],
+)
+def test_what_binds_is_named_with_its_knob(
+    pipeline_s: dict[str, float], resource: Resource, knobs: dict[str, str]
+) -> None:
+    first, *_ = findings(speed_of(work(TEN_AND_TEN, pipeline_s=pipeline_s)), course(), KNOBS)
+    assert first.resource is resource
+    assert {advice.knob: advice.proposed for advice in first.advice} == knobs
+    assert all(advice.present is not None and advice.why for advice in first.advice)
+
+
+def test_every_other_loss_is_a_finding_of_its_own() -> None:
+    steps = TEN_AND_TEN + [step("A", 0.25, is_quiet=False)] * 10
+    speed = speed_of(work(steps, syncing_s=2.0, pipeline_s={"asking": 1.0}))
+    told = course(
+        num_steps=30,
+        skips={"not_enough_packs": 4, "servers_suspect": 1},
+        num_stale=7,
+        num_servers_failed=2,
+        main_server_error="connection refused",
+        post_steps=(3.0, 13.5),
+    )
+    found = findings(speed, told, KNOBS)
+    assert [finding.resource for finding in found] == [
+        Resource.LEARNER,
+        Resource.ROUNDS,
+        Resource.INTERFERENCE,
+        Resource.WINDOW,
+        Resource.SERVERS,
+        Resource.SERVERS,
+    ]
+    advice = {advice.knob.rsplit(".", 1)[-1]: advice.proposed for finding in found for advice in finding.advice}
+    assert advice["version_window"] == "3"  # ceil((13.5 - 3 + 1) / 4)
+    assert int(advice["sync_every_steps"]) > 4
+    assert "connection refused" in found[-1].sentence
+
+
+def test_a_run_without_settings_still_gets_sentences() -> None:
+    unknown = Knobs(b_ratio=None, sync_every_steps=None, version_window=None, num_servers=None)
+    speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
+    found = findings(speed, course(skips={"not_enough_packs": 1}, num_stale=1), unknown)
+    assert {advice.present for finding in found for advice in finding.advice} == {None}
+
+
+def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
+    (finding,) = findings(None, course(skips={"servers_suspect": 3}), KNOBS)
+    assert finding.resource is Resource.SERVERS
