@@ -29,12 +29,13 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text; the first column names its row. ``tones`` by number of the row."""
+    """Rows of text; the first column names its row. ``tones`` by number of the row. ``ends_in_words``: so does each row."""
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     tones: Mapping[int, Tone] = field(default_factory=dict)
+    ends_in_words: bool = False
 
 
 class Mark(StrEnum):
@@ -109,7 +110,7 @@ class Headline:
     @property
     def table(self) -> Table:
         """The same as rows."""
-        return Table("", ("what", "value", "meaning"), self.numbers)
+        return Table("", ("what", "value", "meaning"), self.numbers, ends_in_words=True)
 
 
 Part = Sentence | Table | Chart | Headline

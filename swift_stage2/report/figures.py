@@ -5,6 +5,7 @@ Series differ in colour and in line or marker, so that nobody needs to tell colo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from swift_stage2.report.content import Chart, Limit, Mark, Series
@@ -25,8 +26,9 @@ def figure(chart: Chart) -> dict[str, Any]:
     places = [place for series in drawn for place in series.x]
     traces += [_limit(limit, min(places), max(places)) for limit in limits]
     layout = {
-        "xaxis": {"title": {"text": chart.x_title}},
-        "yaxis": {"title": {"text": chart.y_title}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": chart.x_title, "standoff": 8}} | _whole_steps(traces, "x"),
+        "yaxis": {"title": {"text": chart.y_title, "standoff": 8}, "rangemode": "tozero"}
+        | _whole_steps(traces, "y"),
         "showlegend": len(traces) > 1,
     }
     return {"data": traces, "layout": layout}
@@ -66,6 +68,13 @@ def _trace(series: Series, number: int) -> dict[str, Any]:
         "line": line,
         "marker": {"color": colour, "symbol": marker, "size": 6},
     }
+
+
+def _whole_steps(traces: Sequence[dict[str, Any]], axis: str) -> dict[str, Any]:
+    """Ticks at integers only, where a few of them cover everything."""
+    values = [value for trace in traces for value in trace[axis] if value is not None]
+    few = values and max(values) <= 10 and all(float(value).is_integer() for value in values)
+    return {"dtick": 1} if few else {}
 
 
 def _bounds(series: Series, colour: str) -> dict[str, Any]:

@@ -37,8 +37,10 @@ def _table(table: Table) -> RichTable:
     shown = RichTable(
         title=Text(table.title), title_justify="left", min_width=len(table.title), box=box.SQUARE
     )
+    last = len(table.headings) - 1
     for number, heading in enumerate(table.headings):
-        shown.add_column(Text(heading), justify="left" if number == 0 else "right", overflow="fold")
+        is_words = number == 0 or (number == last and table.ends_in_words)
+        shown.add_column(Text(heading), justify="left" if is_words else "right", overflow="fold")
     for number, row in enumerate(table.rows):
         shown.add_row(*(Text(cell) for cell in row), style=_STYLES[table.tones.get(number, Tone.PLAIN)])
     return shown

@@ -16,7 +16,7 @@ from PIL import Image
 MOST_SIDE = 384
 """Pixels of the longer side."""
 _MOST_PIXELS = 100_000_000
-_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")  # none that runs another program
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none that runs another program
 _QUALITY = 70
 
 

@@ -56,7 +56,7 @@ def _advice(found: Iterable[Finding]) -> Table:
         for finding in found
         for advice in finding.advice
     )
-    return Table("What would help", ("knob", "now", "try", "because"), rows)
+    return Table("What would help", ("knob", "now", "try", "because"), rows, ends_in_words=True)
 
 
 def _sums(speed: Speed) -> Table:
@@ -73,7 +73,9 @@ def _sums(speed: Speed) -> Table:
         ("bound", f"{speed.bound:.2f} ×", "inline / ideal"),
         ("reached", f"{speed.fraction:.1%}", "speed-up / bound = ideal / W"),
     )
-    return Table(f"How it is computed, of rank {speed.rank}", ("part", "value", "how"), rows)
+    return Table(
+        f"How it is computed, of rank {speed.rank}", ("part", "value", "how"), rows, ends_in_words=True
+    )
 
 
 def _paces(speed: Speed) -> Iterator[tuple[str, str, str]]:

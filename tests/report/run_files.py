@@ -50,7 +50,10 @@ class RunFiles:
         """A process begins before ``step``."""
         settings: dict[str, Any] = {"run_id": "r", "seed": 0}
         self.audit.write(
-            "start", step=step, world_size=1, settings=settings | ({"config": self._config} if self._config else {})
+            "start",
+            step=step,
+            world_size=1,
+            settings=settings | ({"config": self._config} if self._config else {}),
         )
         self.step, self._spent = step, {"other": 500_000_000}
         return self
@@ -76,10 +79,18 @@ class RunFiles:
             wall_ns = max(sum(self._totals.values()), sum(pipeline_ns.values()))
             pipeline_ns["idle"] = wall_ns - sum(pipeline_ns.values())
             values = {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
-        numbers = {"packs_made": self.num_b, "packs_trained": self.num_b, "queue_limit": 8}
+        numbers = {"packs_made": self.num_b, "packs_trained": self.num_b} | (
+            {"queue_limit": 8} if self.num_b else {}
+        )
         total = self._totals | {name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()}
         self.audit.write(
-            "metrics", step=step, epoch=None, numbers=numbers, activity_ns=total, wall_ns=sum(total.values()), **values
+            "metrics",
+            step=step,
+            epoch=None,
+            numbers=numbers,
+            activity_ns=total,
+            wall_ns=sum(total.values()),
+            **values,
         )
 
     def match(

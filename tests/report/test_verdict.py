@@ -71,7 +71,9 @@ TEN_AND_TEN = [step("A", 0.2)] * 10 + [step("B", 0.4)] * 10
 
 
 def test_a_run_that_hides_all_its_rollouts_reaches_its_bound() -> None:
-    speed = speed_of(work(TEN_AND_TEN, syncing_s=1.0, pipeline_s={"asking": 4.0, "packing": 1.0, "idle": 2.0}))
+    speed = speed_of(
+        work(TEN_AND_TEN, syncing_s=1.0, pipeline_s={"asking": 4.0, "packing": 1.0, "idle": 2.0})
+    )
     assert speed.steps_s == pytest.approx(6.0)
     assert (speed.learner_s, speed.rollouts_s) == pytest.approx((7.0, 5.0))
     assert (speed.inline_s, speed.ideal_s, speed.wall_s) == pytest.approx((12.0, 7.0, 7.0))
@@ -98,7 +100,9 @@ def test_slow_steps_beside_rollouts_cost_the_fraction() -> None:
 
 
 def test_few_quiet_steps_make_an_estimate_that_says_so() -> None:
-    steps = [step("B", 0.1)] * (FEWEST_QUIET - 1) + [step("B", 1.0 + n / 10, is_quiet=False) for n in range(17)]
+    steps = [step("B", 0.1)] * (FEWEST_QUIET - 1) + [
+        step("B", 1.0 + n / 10, is_quiet=False) for n in range(17)
+    ]
     (pace,) = paces_of(steps)
     assert pace.is_estimate
     assert pace.slowdown is None
@@ -240,7 +244,9 @@ def test_every_other_loss_is_a_finding_of_its_own() -> None:
         Resource.SERVERS,
         Resource.SERVERS,
     ]
-    advice = {advice.knob.rsplit(".", 1)[-1]: advice.proposed for finding in found for advice in finding.advice}
+    advice = {
+        advice.knob.rsplit(".", 1)[-1]: advice.proposed for finding in found for advice in finding.advice
+    }
     assert advice["version_window"] == "3"  # ceil((13.5 - 3 + 1) / 4)
     assert int(advice["sync_every_steps"]) > 4
     assert "connection refused" in found[-1].sentence

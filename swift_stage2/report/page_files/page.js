@@ -26,7 +26,7 @@
         paper_bgcolor: "rgba(0,0,0,0)",
         plot_bgcolor: "rgba(0,0,0,0)",
         margin: { l: 48, r: 12, t: 12, b: 40 },
-        legend: { orientation: "h", y: -0.28, yanchor: "top" },
+        legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
         hoverlabel: { bgcolor: "--raised", font: { color: "--ink" } },
         dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
         hovermode: "x",

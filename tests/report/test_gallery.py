@@ -1,0 +1,168 @@
+"""The gallery: what a picture is filtered by, what became of its sample, and files that are no picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_run import LedgerRun
+from PIL import Image
+from run_files import RunFiles, picture
+
+from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.report.fates import fates_of
+from swift_stage2.report.gallery import Gallery, gallery_of, outcomes_of
+from swift_stage2.report.matches import Match, matches_of
+from swift_stage2.report.run_data import read_run
+from swift_stage2.report.thumbnail import MOST_SIDE, UnreadableImage, thumbnail
+
+
+def matches(tmp_path: Path, *each: dict[str, Any]) -> list[Match]:
+    run = RunFiles(tmp_path)
+    run.start()
+    for number, values in enumerate(each):
+        run.match(**{"sample": [0, number, number, 0], **values})
+    run.end()
+    found, odd = matches_of(read_run([tmp_path]).ranks[0].matches)
+    assert odd == 0
+    return found
+
+
+def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
+    return gallery_of(matches(tmp_path, *each), {}, size)
+
+
+@pytest.mark.parametrize(
+    ("values", "outcomes"),
+    [
+        ({}, {"all right"}),
+        ({"pairs": []}, {"has missed", "has false", "nothing found"}),
+        ({"predicted": [], "pairs": []}, {"has missed", "nothing found"}),
+        ({"predicted": [[0, 0, 9, 9], [1, 1, 2, 2]]}, {"has false"}),
+        ({"truth": [[0, 0, 9, 9], [1, 1, 2, 2]]}, {"has missed"}),
+        ({"truth": [], "predicted": [], "pairs": []}, {"all right"}),
+        ({"dropped": {"invalid_box": 2}}, {"dropped objects"}),
+        ({"dropped": {"invalid_box": 0}}, {"all right"}),
+    ],
+)
+def test_outcomes_are_what_can_be_filtered_by(
+    tmp_path: Path, values: dict[str, Any], outcomes: set[str]
+) -> None:
+    (match,) = matches(tmp_path, values)
+    assert set(outcomes_of(match)) == outcomes
+
+
+def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:
+    found = gallery(tmp_path, *({"rollout": str(number)} for number in range(9)), size=3)
+    assert [shown.rollout for shown in found.pictures] == ["8", "7", "6"]
+    assert found.num_matches == 9
+    assert gallery_of(matches(tmp_path), {}, 0).pictures == ()
+
+
+def test_a_thumbnail_is_small_and_made_once(tmp_path: Path) -> None:
+    path = picture(tmp_path / "big.png", (1200, 300))
+    found = gallery(tmp_path, {"images": [path]}, {"images": [path, path]})
+    (uri,) = found.thumbnails
+    assert [shown.image for shown in found.pictures] == [0, 0]
+    head, _, data = uri.partition(",")
+    assert head == "data:image/webp;base64"
+    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+        assert image.size == (MOST_SIDE, MOST_SIDE // 4)
+    assert "first of 2 images" in found.pictures[0].facts
+
+
+def test_boxes_are_told_apart(tmp_path: Path) -> None:
+    values = {"truth": [[0, 0, 9, 9], [1, 1, 2, 2]], "predicted": [[0, 0, 9, 8], [3, 3, 4, 4]]}
+    (shown,) = gallery(tmp_path, values).pictures
+    assert [box[0] for box in shown.boxes] == ["truth", "missed", "matched", "false"]
+    assert shown.boxes[1][1:] == (1, 1, 2, 2, "car")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "gif", "tiff", "ppm"])
+def test_every_raster_format_is_read(tmp_path: Path, suffix: str) -> None:
+    assert thumbnail(picture(tmp_path / f"image.{suffix}")).startswith("data:image/webp")
+
+
+def test_what_is_no_picture_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("<script>alert(1)</script>")
+    (tmp_path / "vector.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    (tmp_path / "program.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    whole = Path(picture(tmp_path / "whole.png"))
+    (tmp_path / "torn.png").write_bytes(whole.read_bytes()[:80])
+    os.mkfifo(tmp_path / "pipe.png")  # opening it would wait for ever
+    names = (
+        "text.png",
+        "vector.svg",
+        "program.eps",
+        "torn.png",
+        "pipe.png",
+        "absent.png",
+        ".",
+        "null\0byte",
+        "x" * 9000,
+    )
+    for name in names:
+        with pytest.raises(UnreadableImage):
+            thumbnail(str(tmp_path / name))
+    found = gallery(tmp_path, {"images": [str(tmp_path / "absent.png")]}, {"images": [None]}, {"images": []})
+    assert [shown.trouble for shown in found.pictures] == [
+        "the image has no path",
+        "the image has no path",
+        "there is no such file here",
+    ]
+    assert found.thumbnails == ()
+
+
+def test_an_image_with_too_many_pixels_is_never_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = picture(tmp_path / "image.png")
+    for most in (112 * 112 - 1, 112 * 112 // 3):  # Pillow warns of the first and refuses the second
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
+        with pytest.raises(UnreadableImage, match="too many pixels"):
+            thumbnail(path)
+
+
+def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None:
+    run = LedgerRun(tmp_path)
+    (trained,) = run.train_drawn(1)
+    late, bad, waiting = run.draw(3)
+    run.source.give_back([late], ReturnReason.STALE)
+    run.source.settle_quarantined(bad, "too_slow", "three times")
+    run.match([waiting])
+    (once_more,) = run.draw(1)
+    assert once_more.attempt == 1
+    run.match([once_more])
+    run.pack([once_more])
+    run.train([once_more])
+    told = fates_of(run.records())
+    keys = {
+        name: (key.epoch, key.position, key.index, key.attempt)
+        for name, key in {
+            "trained": trained,
+            "late": late,
+            "bad": bad,
+            "again": once_more,
+            "waiting": waiting,
+        }.items()
+    }
+    assert told == {
+        keys["trained"]: "trained at step 0",
+        keys["late"]: "not trained, asked again: stale",
+        keys["bad"]: "given up: too_slow",
+        keys["again"]: "trained at step 1",
+    }
+    found = gallery_of(
+        matches(tmp_path, *({"sample": list(keys[name])} for name in ("trained", "waiting"))), {0: told}
+    )
+    assert [shown.fate for shown in found.pictures] == ["not trained yet", "trained at step 0"]
+
+
+def test_a_picture_of_an_evaluation_was_never_trained(tmp_path: Path) -> None:
+    (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [0, 2, 7, 0]}).pictures
+    assert shown.fate == "evaluation, never trained"
+    assert shown.facts[0] == "row 7, evaluation 2, rank 0"

@@ -1,0 +1,230 @@
+"""The page and the terminal of whole runs: the same numbers, nothing from outside, nothing that a text can break."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from run_files import RunFiles, balanced_ledger, picture
+
+from swift_stage2.cli import main
+from swift_stage2.report.content import Chart, Headline, Sentence, Table
+from swift_stage2.report.page import page, write_page
+from swift_stage2.report.report import Report, report_of
+from swift_stage2.report.run_data import read_run
+
+SECTIONS = [
+    "verdict",
+    "steps",
+    "time",
+    "queue",
+    "drops",
+    "rounds",
+    "quality",
+    "drift",
+    "selection",
+    "fill",
+    "ledger",
+    "gallery",
+]
+EVIL = "</script><script>window.broken = 1</script><img src=x onerror=window.broken=1>"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with everything."""
+    balanced_ledger(tmp_path)
+    run = RunFiles(tmp_path)
+    run.start().train(40)
+    image = picture(tmp_path / "images" / "street.png")
+    for number, version in enumerate((1, 1, 3)):
+        run.match([number, 0, 4, 0], version=version, images=[image])
+    run.match([9, 0, 4, 0], version=4, images=[image], pairs=[])
+    run.end()
+    return tmp_path
+
+
+def report(run_dir: Path) -> Report:
+    return report_of(read_run([run_dir]))
+
+
+def sentences(found: Report, key: str) -> str:
+    (section,) = (section for section in found.sections if section.key == key)
+    return " ".join(part.text for part in section.parts if isinstance(part, Sentence))
+
+
+def test_every_number_of_the_terminal_is_on_the_page(run_dir: Path) -> None:
+    found = report(run_dir)
+    assert [section.key for section in found.sections] == SECTIONS
+    text = html.unescape(re.sub(r"<script.*?</script>", "", page(found), flags=re.DOTALL))
+    for section in found.sections:
+        for part in section.parts:
+            match part:
+                case Sentence():
+                    assert part.text in text
+                case Headline() | Chart():
+                    assert all(cell in text for row in part.table.rows for cell in row) or isinstance(
+                        part, Headline
+                    )
+                case Table():
+                    assert all(cell in text for row in part.rows for cell in row)
+
+
+def test_the_command_writes_the_page_and_prints_the_same(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run_dir)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "speed-up" in out
+    assert "balanced: every sample drawn was trained once" in out
+    assert "page: " in out
+    assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert [path.name for path in run_dir.glob(".report*")] == []
+
+
+def test_the_verdict_is_that_of_the_known_times(run_dir: Path) -> None:
+    speed = report(run_dir).speed
+    assert speed is not None
+    # 20 A and 19 timed B steps, 10 rounds; 20 packs of 0.35 s.
+    assert speed.steps_s == pytest.approx(20 * 0.2 + 19 * 0.4)
+    assert speed.rounds_s == pytest.approx(10 * 0.3)
+    assert speed.rollouts_s == pytest.approx(20 * 0.35)
+    assert speed.learner_binds
+    assert speed.fraction == pytest.approx(14.6 / (14.6 + 12 * 0.05))
+
+
+def test_another_place_and_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--json"]) == 0
+    assert not (run_dir / "report.html").exists()
+    found = json.loads(capsys.readouterr().out)
+    assert found["speed"]["fraction"] == pytest.approx(0.9605, abs=1e-4)
+    assert list(found["sections"]) == SECTIONS
+    output = run_dir / "other.html"
+    assert main(["report", str(run_dir), "--json", "--output", str(output), "--gallery", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert "1 of 4 matches" in output.read_text()
+
+
+@pytest.mark.parametrize("option", [["--gallery", "-1"], ["--gallery", "many"]])
+def test_a_gallery_of_a_wrong_size_is_refused(
+    run_dir: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(run_dir), *option])
+    assert end.value.code == 2
+    assert "a number of matches is 0 or more" in capsys.readouterr().err
+
+
+def test_a_page_is_written_whole_or_not_at_all(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_dir / "absent" / "page.html"
+    assert main(["report", str(run_dir), "--output", str(output)]) == 2
+    captured = capsys.readouterr()
+    assert "balanced" in captured.out  # the tables are told all the same
+    (line,) = captured.err.splitlines()
+    assert "name another file with --output" in line
+    directory = run_dir / "page.html"
+    directory.mkdir()
+    before = sorted(os.listdir(run_dir))
+    assert main(["report", str(run_dir), "--output", str(directory)]) == 2
+    assert sorted(os.listdir(run_dir)) == before
+
+
+def test_a_page_takes_text_that_is_no_unicode(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "a \ud800 b")
+    assert (tmp_path / "page.html").read_text() == "a ? b"
+
+
+@pytest.mark.parametrize("place", ["label", "images", "rollout", "target", "dropped", "purpose"])
+def test_a_text_of_a_model_or_a_data_set_stays_text(tmp_path: Path, place: str) -> None:
+    run = RunFiles(tmp_path)
+    run.start().train(4)
+    values = {"images": [EVIL], "dropped": {EVIL: 1}}.get(place, EVIL)
+    for version in (1, 2):
+        run.match([0, version, 1, 0], version=version, **{place: values})  # type: ignore[arg-type]
+    run.end()
+    text = page(report(tmp_path))
+    assert "onerror=window" not in text.replace("\\u003cimg src=x onerror=window", "").replace(
+        "&lt;img src=x onerror=window", ""
+    )
+    assert "<script>window" not in text
+
+
+def test_an_error_of_a_server_and_a_directory_stay_text(tmp_path: Path) -> None:
+    run_dir = tmp_path / EVIL.replace("/", "∕")
+    run_dir.mkdir()
+    balanced_ledger(run_dir)
+    run = RunFiles(run_dir)
+    run.start().train(2, skipped=EVIL).end()
+    text = page(report(run_dir))
+    assert "<script>window" not in text
+    assert text.count("&lt;script&gt;window") >= 3
+
+
+def test_nothing_is_loaded_from_outside(run_dir: Path) -> None:
+    text = page(report(run_dir))
+    outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:)", outside) == []
+    assert "default-src 'none'" in outside
+    assert "url(" not in outside
+    assert "@import" not in outside
+
+
+def test_a_run_without_channel_b_is_told_as_such(tmp_path: Path) -> None:
+    RunFiles(tmp_path).start().train(12, with_b=False).end()
+    assert main(["report", str(tmp_path)]) == 0
+    found = report(tmp_path)
+    assert "no step trained on channel B" in sentences(found, "verdict")
+    assert "no sample to account for" in sentences(found, "ledger")
+    assert "no sync round" in sentences(found, "rounds")
+    assert "Plotly" in page(found)  # where time went is drawn all the same
+
+
+def test_a_run_that_wanted_b_but_has_no_ledger_is_not_provable(tmp_path: Path) -> None:
+    RunFiles(tmp_path).start().train(4).end()
+    assert main(["report", str(tmp_path)]) == 1
+    assert "not provable" in sentences(report(tmp_path), "ledger")
+
+
+def test_a_run_of_an_earlier_release_lacks_the_clock_and_says_so(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path, config=None)
+    run.has_pipeline_clock = False
+    run.start().train(12).end()
+    found = report(tmp_path)
+    assert "no clock of the pipeline thread" in sentences(found, "verdict")
+    assert "has no clock in this run" in sentences(found, "time")
+    assert found.speed is None
+    assert page(found)
+
+
+def test_a_ledger_without_an_audit_and_an_audit_without_a_step_are_reports(tmp_path: Path) -> None:
+    balanced_ledger(tmp_path / "ledger_only")
+    assert main(["report", str(tmp_path / "ledger_only")]) == 0
+    run = RunFiles(tmp_path / "begun")
+    run.start()
+    run.audit.close()
+    assert main(["report", str(tmp_path / "begun")]) == 0
+
+
+def test_a_killed_run_is_told_as_far_as_it_came(run_dir: Path) -> None:
+    for path in [*run_dir.glob("*/rank0.jsonl")]:
+        os.truncate(path, path.stat().st_size - 11)
+    found = report(run_dir)
+    assert found.speed is not None
+    assert "running, or was killed" in found.state
+
+
+def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
+    found = report(run_dir)
+    assert "lag 0 is the noise of sampling" in sentences(found, "drift")
+    (section,) = (section for section in found.sections if section.key == "drift")
+    (table,) = (part for part in section.parts if isinstance(part, Table))
+    assert [(row[0], row[1], row[3]) for row in table.rows] == [
+        ("training, lag 0", "0.0%", "1"),
+        ("training, lag 1", "100.0%", "1"),
+        ("training, lag 2", "0.0%", "2"),
+        ("training, lag 3", "100.0%", "2"),
+    ]

@@ -1,0 +1,251 @@
+"""The page in a real browser: it draws without a network or an error, and keyboard, phone and dark colours work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, Request, sync_playwright
+from run_files import RunFiles, balanced_ledger, picture
+
+from swift_stage2.report.page import page as page_of
+from swift_stage2.report.page import write_page
+from swift_stage2.report.report import report_of
+from swift_stage2.report.run_data import read_run
+
+EVIL = "</script><script>window.broken = 1</script><img src=x onerror=window.broken=1>"
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+WIDTHS = {"phone": (390, 844), "desktop": (1280, 900)}
+NUM_MATCHES = 15
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything, texts that attack, and an image that is absent."""
+    run_dir = tmp_path_factory.mktemp("run")
+    balanced_ledger(run_dir, num_samples=30)
+    run = RunFiles(run_dir)
+    run.start().train(60)
+    image = picture(run_dir / "images" / "street.png")
+    for number in range(NUM_MATCHES):
+        missed = number % 3 == 0
+        run.match(
+            [number, 0, number % 5, 0],
+            version=1 + number // 5,
+            pairs=[] if missed else [[0, 0, 0.96]],
+            images=[str(run_dir / EVIL) if number == 4 else image],
+            label=EVIL if number % 5 % 2 else "car",
+            rollout=f"{EVIL} {number}",
+            target=EVIL,
+            dropped={"invalid_box": 1} if number == 7 else {},
+        )
+    run.end()
+    path = run_dir / "report.html"
+    write_page(path, page_of(report_of(read_run([run_dir]))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("the page is tested in a browser, got no chromium on PATH; run scripts/setup --browser")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium, args=[*ARGUMENTS])
+        yield found
+        found.close()
+
+
+class Visit:
+    """One opened page and what went wrong on it."""
+
+    def __init__(self, browser: Browser, path: Path, width: str = "desktop", scheme: str = "light") -> None:
+        across, down = WIDTHS[width]
+        self._context = browser.new_context(
+            viewport={"width": across, "height": down},
+            color_scheme=scheme,  # type: ignore[arg-type]
+        )
+        self.troubles: list[str] = []
+        self.page: Page = self._context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda message: self.troubles.append(message.text))
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", self._asked)
+        self.page.route(
+            "**/*", lambda route: route.continue_() if self._is_ours(route.request) else route.abort()
+        )
+        self._path = path
+        self.page.goto(path.as_uri())
+
+    def close(self) -> None:
+        assert self.page.evaluate("window.broken") is None
+        self._context.close()
+        assert self.troubles == []
+
+    def _is_ours(self, request: Request) -> bool:
+        return request.url.split("#")[0] == self._path.as_uri() or request.url.startswith("data:")
+
+    def _asked(self, request: Request) -> None:
+        if not self._is_ours(request):
+            self.troubles.append(f"asked for {request.url}")
+
+
+@pytest.fixture
+def visit(browser: Browser, page_file: Path) -> Iterator[Visit]:
+    opened = Visit(browser, page_file)
+    yield opened
+    opened.close()
+
+
+def names(page: Page) -> list[str]:
+    """The rollouts shown, by their number."""
+    return [text.rsplit(" ", 1)[-1] for text in page.locator(".card pre:first-of-type").all_inner_texts()]
+
+
+def focus_by_tab(page: Page, selector: str, limit: int = 120) -> None:
+    """Press Tab until the element has the focus."""
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return
+    pytest.fail(f"{selector} is not reached with Tab")
+
+
+def test_every_figure_is_drawn_with_a_table_behind_it(visit: Visit) -> None:
+    plots = visit.page.locator(".plot")
+    keys = plots.evaluate_all("plots => plots.map(plot => plot.dataset.figure)")
+    assert {"wanted", "main_thread", "pipeline", "queue", "lag", "rounds", "quality", "drift", "fill"} == set(
+        keys
+    )
+    for number in range(plots.count()):
+        marks = plots.nth(number).locator(".trace path, .trace .point, .bars path")
+        assert marks.count() > 0
+        assert plots.nth(number).get_attribute("aria-label")
+    assert visit.page.locator("figure details table tbody tr").count() > 100
+    behind = visit.page.locator("figure details table").first
+    assert not behind.is_visible()
+    visit.page.locator("figure summary").first.press("Enter")
+    assert behind.is_visible()
+
+
+def test_bounds_of_the_drift_and_the_window_are_drawn(visit: Visit) -> None:
+    assert visit.page.locator('[data-figure="drift"] .errorbar').count() == 2
+    assert "version_window = 2" in visit.page.locator('[data-figure="lag"] .legend').inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_wider_than_the_screen(browser: Browser, page_file: Path, width: str, scheme: str) -> None:
+    opened = Visit(browser, page_file, width, scheme)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == WIDTHS[width][0]
+    assert opened.page.locator(".plot .main-svg").first.bounding_box()["width"] <= WIDTHS[width][0]  # type: ignore[index]
+    opened.close()
+
+
+def test_dark_colours_follow_the_system_and_the_button(browser: Browser, page_file: Path) -> None:
+    opened = Visit(browser, page_file, scheme="dark")
+    page = opened.page
+    ground = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
+    dark, dark_ink = page.evaluate(ground), page.evaluate(ink)
+    page.get_by_role("button", name="Show in light colours").press("Enter")
+    light, light_ink = page.evaluate(ground), page.evaluate(ink)
+    assert (dark, light) == ("rgb(20, 22, 26)", "rgb(255, 255, 255)")
+    assert (dark_ink, light_ink) == ("rgb(232, 234, 238)", "rgb(27, 29, 33)")
+    page.get_by_role("button", name="Show in dark colours").click()
+    assert page.evaluate(ground) == dark
+    page.reload()
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) == light
+    assert page.evaluate(ink) == light_ink
+    opened.close()
+
+
+def test_pictures_page_by_arrow_keys(visit: Visit) -> None:
+    page = visit.page
+    assert names(page) == ["14", "13", "12", "11", "10", "9"]
+    page.locator("#pictures").focus()
+    page.keyboard.press("ArrowLeft")  # nothing is newer
+    page.keyboard.press("ArrowRight")
+    assert names(page) == ["8", "7", "6", "5", "4", "3"]
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")  # nothing is older
+    assert names(page) == ["2", "1", "0"]
+    assert page.locator("#place").inner_text() == "page 3 of 3, 15 pictures"
+    page.get_by_role("button", name="Newer").press("Enter")
+    assert names(page)[0] == "8"
+
+
+def test_pictures_are_filtered_by_outcome_with_the_keyboard(visit: Visit) -> None:
+    page = visit.page
+    focus_by_tab(page, '[data-filter="has missed"]')
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Enter")
+    assert names(page) == ["12", "9", "6", "3", "0"]
+    assert page.locator('[data-filter="has missed"]').get_attribute("aria-pressed") == "true"
+    page.locator('[data-filter="dropped objects"]').press("Space")
+    assert names(page) == ["7"]
+    page.locator('[data-filter="all right"]').press("Enter")
+    assert len(names(page)) == 6
+    page.locator('[data-filter="nothing found"]').press("Enter")
+    assert len(names(page)) == 5
+
+
+def test_boxes_lie_over_their_image_or_over_a_plain_box(visit: Visit) -> None:
+    page = visit.page
+    shown = page.locator(".card").filter(has_text=f"{EVIL} 12")
+    assert shown.locator("rect").evaluate_all("all => all.map(one => one.getAttribute('class'))") == [
+        "box missed",
+        "box false",
+    ]
+    styles = page.evaluate(
+        "['truth', 'matched', 'missed', 'false'].map(part => {"
+        " const style = getComputedStyle(document.querySelector(`.legend .${part}`));"
+        " return [style.stroke, style.strokeDasharray]; })"
+    )
+    assert len({colour for colour, _ in styles}) == len({dash for _, dash in styles}) == 4
+    assert page.evaluate("document.querySelector('.card image').getBoundingClientRect().width") > 100
+    page.locator("#pictures").press("ArrowRight")
+    absent = page.locator(".card").filter(has_text="No image: there is no such file here")
+    assert absent.count() == 1
+    assert absent.locator("image").count() == 0
+    assert absent.locator("rect").count() == 2
+
+
+def test_texts_of_models_and_data_sets_are_shown_as_they_are(visit: Visit) -> None:
+    card = visit.page.locator(".card").first
+    assert card.locator("pre").all_inner_texts() == [f"{EVIL} 14", EVIL]
+    assert visit.page.locator(".card script, .card img").count() == 0
+    assert visit.page.locator(".card .tag").all_text_contents().count(EVIL) >= 1
+
+
+def test_a_skip_link_leads_past_the_navigation(visit: Visit) -> None:
+    visit.page.keyboard.press("Tab")
+    assert visit.page.evaluate("document.activeElement.textContent") == "Skip to the report"
+    visit.page.keyboard.press("Enter")
+    assert visit.page.evaluate("document.activeElement.id") == "content"
+    levels = visit.page.locator("h1, h2, h3").evaluate_all("all => all.map(one => Number(one.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+
+
+def test_a_run_without_channel_b_has_a_page_too(browser: Browser, tmp_path: Path) -> None:
+    RunFiles(tmp_path).start().train(12, with_b=False).end()
+    path = tmp_path / "report.html"
+    write_page(path, page_of(report_of(read_run([tmp_path]))))
+    opened = Visit(browser, path)
+    assert opened.page.locator(".plot").count() == 1
+    assert opened.page.locator("#pictures").count() == 0
+    opened.close()
