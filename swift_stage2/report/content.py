@@ -29,7 +29,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text; the first column names its row. ``tones`` by number of the row. ``ends_in_words``: so does each row."""
+    """Rows of text; the first column names its row, the last may hold words. ``tones`` by number of the row."""
 
     title: str
     headings: tuple[str, ...]

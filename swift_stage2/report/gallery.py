@@ -120,7 +120,7 @@ def _picture(
     facts += [f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count]
     facts += ["cut off at max_new_tokens"] if match.truncated else []
     facts += [f"first of {len(match.images)} images"] if len(match.images) > 1 else []
-    not_trained = "evaluation, never trained" if match.purpose == EVALUATION else "not trained yet"
+    not_trained = "evaluation, never trained" if match.purpose == EVALUATION else "not trained"
     return Picture(
         image=image,
         trouble=trouble,

@@ -114,9 +114,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 0.92 <= held / 400 <= 0.98
 
 
-boxes = st.tuples(*[st.integers(0, 20)] * 4).map(
-    lambda b: (float(b[0]), float(b[1]), float(b[0] + b[2]), float(b[1] + b[3]))
-)
+boxes = st.tuples(*[st.floats(0, 20)] * 4).map(lambda b: (b[0], b[1], b[0] + b[2], b[1] + b[3]))
 
 
 @given(boxes, boxes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ def test_every_figure_is_drawn_with_a_table_behind_it(visit: Visit) -> None:
 
 def test_bounds_of_the_drift_and_the_window_are_drawn(visit: Visit) -> None:
     assert visit.page.locator('[data-figure="drift"] .errorbar').count() == 2
-    assert "version_window = 2" in visit.page.locator('[data-figure="lag"] .legend').inner_text()
+    assert "version_window = 2" in visit.page.locator('[data-figure="lag"] .legend').text_content()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -238,7 +239,7 @@ def test_a_skip_link_leads_past_the_navigation(visit: Visit) -> None:
     assert visit.page.evaluate("document.activeElement.id") == "content"
     levels = visit.page.locator("h1, h2, h3").evaluate_all("all => all.map(one => Number(one.tagName[1]))")
     assert levels[0] == 1
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
 def test_a_run_without_channel_b_has_a_page_too(browser: Browser, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@
     if (picture.trouble) made.append(element("p", `No image: ${picture.trouble}`, { class: "warn" }));
     made.append(element("p", picture.fate));
     for (const fact of picture.facts) made.append(element("p", fact));
-    for (const [title, text] of [["Rollout", picture.rollout], ["Target that is trained", picture.target]]) {
+    for (const [title, text] of [["Rollout", picture.rollout], ["Target", picture.target]]) {
       made.append(element("h4", title), element("pre", text, { tabindex: "0", "aria-label": title }));
     }
     return made;
