@@ -24,6 +24,10 @@ SLOWDOWN = 0.03
 """Of steps beside rollouts; more than this is told."""
 
 
+MISSED_SHARE = 0.05
+"""Of wanted B steps; the first one comes before any pack."""
+
+
 class Resource(StrEnum):
     """What a run is short of."""
 
@@ -32,6 +36,7 @@ class Resource(StrEnum):
     PREPARATION = "preparation on the CPU"
     ROUNDS = "sync rounds"
     WINDOW = "the version window"
+    PRODUCTION = "production"
     SERVERS = "proven servers"
     INTERFERENCE = "interference"
 
@@ -57,7 +62,11 @@ class Finding:
 
 def findings(speed: Speed | None, course: Course, knobs: Knobs) -> tuple[Finding, ...]:
     """What binds first, if the speed is known; then whatever else costs something."""
-    return (*(_of_speed(speed, course, knobs) if speed else ()), *_window(course, knobs), *_servers(course))
+    return (
+        *(_of_speed(speed, course, knobs) if speed else ()),
+        *_missing_packs(speed, course, knobs),
+        *_servers(course),
+    )
 
 
 def _of_speed(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Finding]:
@@ -83,7 +92,7 @@ def _binding(speed: Speed, course: Course, knobs: Knobs) -> Finding:
             Resource.ROLLOUTS,
             f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
             f"needs {learner}.",
-            (*_more_servers(speed, knobs), _less_b(speed, course, knobs)),
+            (*_more_servers(speed, knobs), *_less_b(speed, course, knobs)),
         )
     name, most = max(
         ((name, spent) for name, spent in speed.working_s.items() if name != "asking"),
@@ -93,26 +102,29 @@ def _binding(speed: Speed, course: Course, knobs: Knobs) -> Finding:
         Resource.PREPARATION,
         f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {seconds(most)}; the "
         f"learner needs {learner}.",
-        (_less_b(speed, course, knobs),),
+        tuple(_less_b(speed, course, knobs)),
     )
 
 
 def _more_b(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Advice]:
-    ratio, now = sustained_b_ratio(speed, course), course.num_b_run / course.num_steps
-    if speed.rollouts_s and ratio > now:
-        yield Advice(
-            "stage2_ab.schedule.b_ratio",
-            _text(knobs.b_ratio),
-            f"up to {ratio:g}",
-            f"the rollouts sustain {_ratio_arithmetic(speed, course)}",
-        )
+    if speed.rollouts_s and (ratio := sustained_b_ratio(speed, course)) > _wanted_ratio(course, knobs):
+        yield _b_ratio(speed, course, knobs, f"up to {ratio:g}")
 
 
-def _less_b(speed: Speed, course: Course, knobs: Knobs) -> Advice:
+def _less_b(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Advice]:
+    if speed.rollouts_s and (ratio := sustained_b_ratio(speed, course)) < _wanted_ratio(course, knobs):
+        yield _b_ratio(speed, course, knobs, f"{ratio:g}")
+
+
+def _wanted_ratio(course: Course, knobs: Knobs) -> float:
+    return course.num_b_wanted / course.num_steps if knobs.b_ratio is None else knobs.b_ratio
+
+
+def _b_ratio(speed: Speed, course: Course, knobs: Knobs, proposed: str) -> Advice:
     return Advice(
         "stage2_ab.schedule.b_ratio",
         _text(knobs.b_ratio),
-        f"{sustained_b_ratio(speed, course):g}",
+        proposed,
         f"the rollouts sustain {_ratio_arithmetic(speed, course)}",
     )
 
@@ -158,14 +170,23 @@ def _rounds(speed: Speed, course: Course, knobs: Knobs) -> Finding:
     return Finding(Resource.ROUNDS, sentence, (advice,))
 
 
-def _window(course: Course, knobs: Knobs) -> Iterator[Finding]:
+def _missing_packs(speed: Speed | None, course: Course, knobs: Knobs) -> Iterator[Finding]:
     missed = course.skips.get("not_enough_packs", 0)
-    if not missed or not course.num_stale:
-        return
+    if missed and course.num_stale:
+        yield _window(missed, course, knobs)
+    elif missed > MISSED_SHARE * course.num_b_wanted and (speed is None or speed.learner_binds):
+        yield Finding(
+            Resource.PRODUCTION,
+            f"{missed} of {course.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
+            "too slow for this share, or began too late.",
+            tuple(_less_b(speed, course, knobs)) if speed else (),
+        )
+
+
+def _window(missed: int, course: Course, knobs: Knobs) -> Finding:
     sentence = f"{missed} wanted B steps lacked packs while {course.num_stale} packs and segments went stale."
     if knobs.version_window is None or knobs.sync_every_steps is None or course.post_steps is None:
-        yield Finding(Resource.WINDOW, sentence)
-        return
+        return Finding(Resource.WINDOW, sentence)
     quick, slow = course.post_steps
     needed = window_needed(course, knobs.sync_every_steps, knobs.version_window)
     advice = Advice(
@@ -175,7 +196,7 @@ def _window(course: Course, knobs: Knobs) -> Iterator[Finding]:
         f"POSTs take {quick:.1f} to {slow:.1f} steps; arrivals may spread over version_window × sync_every_steps = "
         f"{knobs.version_window} × {knobs.sync_every_steps} steps",
     )
-    yield Finding(Resource.WINDOW, sentence, (advice,))
+    return Finding(Resource.WINDOW, sentence, (advice,))
 
 
 def _servers(course: Course) -> Iterator[Finding]:

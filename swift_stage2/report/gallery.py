@@ -110,10 +110,8 @@ def _picture(
     match: Match, path: str | None, found: tuple[int | None, str | None], fates: Mapping[Key, str]
 ) -> Picture:
     image, trouble = found
-    epoch, position, row, attempt = match.sample
-    where = f"evaluation {position}" if match.purpose == EVALUATION else f"epoch {epoch}, position {position}"
     facts = [
-        f"row {row}, {where}, rank {match.rank}" + (f", attempt {attempt}" if attempt else ""),
+        _where(match),
         f"weights of version {match.version}",
         f"{len(match.pairs)} matched, {len(match.missed)} missed, {len(match.false)} false",
     ]
@@ -133,6 +131,14 @@ def _picture(
         rollout=match.rollout,
         target=match.target,
     )
+
+
+def _where(match: Match) -> str:
+    epoch, position, row, attempt = match.sample
+    if match.purpose == EVALUATION:
+        return f"row {row} of the validation set, rank {match.rank}"
+    again = f", attempt {attempt}" if attempt else ""
+    return f"row {row}, epoch {epoch}, position {position}, rank {match.rank}{again}"
 
 
 def _boxes(match: Match) -> list[tuple[str, float, float, float, float, str]]:

@@ -16,7 +16,7 @@ from swift_stage2.telemetry.audit import Record
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in the match's space."""
 Key = tuple[int, int, int, int]
-"""Epoch, position in the rank's shard, row of the data set, attempt."""
+"""Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
 
 EVALUATION = "evaluation"
 _MOST_CHARACTERS = 20_000  # of a text that is shown
@@ -71,9 +71,10 @@ class Match:
 def matches_of(records: Iterable[Record]) -> tuple[list[Match], int]:
     """The matches of all ranks by time, and how many records had another form.
 
-    A sample that was asked again by a resumed process counts once, as it was answered last.
+    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
+    counts once for every version.
     """
-    found: dict[tuple[int, str, Key], Match] = {}
+    found: dict[tuple[int, str, Key, int], Match] = {}
     num_odd = 0
     for record in records:
         try:
@@ -81,7 +82,7 @@ def matches_of(records: Iterable[Record]) -> tuple[list[Match], int]:
         except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             num_odd += 1
         else:
-            found[match.rank, match.purpose, match.sample] = match
+            found[match.rank, match.purpose, match.sample, match.version] = match
     return sorted(found.values(), key=lambda match: match.time), num_odd
 
 

@@ -31,6 +31,7 @@ from swift_stage2.telemetry.ledger import Entry
 _MEASURES = ("precision", "recall", "f1", "mean_iou")
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NUM_BINS = 20
+_MOST_EVALUATIONS = 12
 
 
 def quality_section(run: RunData, matches: Sequence[Match]) -> Section:
@@ -49,6 +50,7 @@ def quality_section(run: RunData, matches: Sequence[Match]) -> Section:
             "version",
             _grouped(by_version),
         ),
+        _evaluations(evaluations),
         _measures(
             "evaluations",
             "Evaluations",
@@ -139,6 +141,22 @@ def _halves(by_version: Mapping[int, Quality]) -> Table:
         rows.append((name, *(number(value) for value in values), number(found.num_rollouts)))
     headings = ("version", *_NAMES.values(), "rollouts")
     return Table("Rollouts before correction", headings, tuple(rows) if versions else ())
+
+
+def _evaluations(evaluations: Sequence[Record]) -> Table:
+    rows = tuple(
+        (
+            number(record["begun_step"]),
+            number(record["version"]),
+            f"{record['counts']['num_answered']} of {record['counts']['num_wanted']}",
+            *(number(record["ratios"].get(measure)) for measure in _MEASURES),
+            str(record["end"]),
+        )
+        for record in evaluations[-_MOST_EVALUATIONS:]
+    )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    headings = ("step", "version", "answered", *_NAMES.values(), "end")
+    return Table(title, headings, rows)
 
 
 def _span(versions: Sequence[int]) -> str:

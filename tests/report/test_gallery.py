@@ -153,6 +153,6 @@ def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None
 
 
 def test_a_picture_of_an_evaluation_was_never_trained(tmp_path: Path) -> None:
-    (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [0, 2, 7, 0]}).pictures
+    (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [2**31 - 1, 2, 7, 0]}).pictures
     assert shown.fate == "evaluation, never trained"
-    assert shown.facts[0] == "row 7, evaluation 2, rank 0"
+    assert shown.facts[0] == "row 7 of the validation set, rank 0"

@@ -39,10 +39,11 @@ def run_dir(tmp_path: Path) -> Path:
     """A run with everything."""
     balanced_ledger(tmp_path)
     run = RunFiles(tmp_path)
-    run.start().train(40)
+    run.start().train(20).evaluate().train(20).evaluate()
     image = picture(tmp_path / "images" / "street.png")
     for number, version in enumerate((1, 1, 3)):
         run.match([number, 0, 4, 0], version=version, images=[image])
+        run.match([2**31 - 1, 0, 5, 0], version=number, purpose="evaluation")
     run.match([9, 0, 4, 0], version=4, images=[image], pairs=[])
     run.end()
     return tmp_path
@@ -106,7 +107,7 @@ def test_another_place_and_json(run_dir: Path, capsys: pytest.CaptureFixture[str
     output = run_dir / "other.html"
     assert main(["report", str(run_dir), "--json", "--output", str(output), "--gallery", "1"]) == 0
     assert json.loads(capsys.readouterr().out)
-    assert "1 of 4 matches" in output.read_text()
+    assert "1 of 7 matches" in output.read_text()
 
 
 @pytest.mark.parametrize("option", [["--gallery", "-1"], ["--gallery", "many"]])
@@ -217,12 +218,26 @@ def test_a_killed_run_is_told_as_far_as_it_came(run_dir: Path) -> None:
     assert "running, or was killed" in found.state
 
 
+def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
+    (section,) = (section for section in report(run_dir).sections if section.key == "quality")
+    (table,) = (part for part in section.parts if isinstance(part, Table) and "evaluations" in part.title)
+    assert [row[:5] for row in table.rows] == [
+        ("20", "5", "1 of 2", "0.5", "0.25"),
+        ("40", "10", "1 of 2", "0.5", "0.25"),
+    ]
+    assert table.rows[0][-1] == "round_due"
+    (chart,) = (part for part in section.parts if isinstance(part, Chart) and part.key == "evaluations")
+    assert [series.name for series in chart.series] == ["precision", "recall", "F1", "mean IoU"]
+
+
 def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
     found = report(run_dir)
     assert "lag 0 is the noise of sampling" in sentences(found, "drift")
     (section,) = (section for section in found.sections if section.key == "drift")
     (table,) = (part for part in section.parts if isinstance(part, Table))
     assert [(row[0], row[1], row[3]) for row in table.rows] == [
+        ("evaluation, lag 1", "0.0%", "2"),
+        ("evaluation, lag 2", "0.0%", "1"),
         ("training, lag 0", "0.0%", "1"),
         ("training, lag 1", "100.0%", "1"),
         ("training, lag 2", "0.0%", "2"),

@@ -37,7 +37,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     balanced_ledger(run_dir, num_samples=30)
     run = RunFiles(run_dir)
-    run.start().train(60)
+    run.start().train(60).evaluate()
     image = picture(run_dir / "images" / "street.png")
     for number in range(NUM_MATCHES):
         missed = number % 3 == 0
@@ -126,9 +126,18 @@ def focus_by_tab(page: Page, selector: str, limit: int = 120) -> None:
 def test_every_figure_is_drawn_with_a_table_behind_it(visit: Visit) -> None:
     plots = visit.page.locator(".plot")
     keys = plots.evaluate_all("plots => plots.map(plot => plot.dataset.figure)")
-    assert {"wanted", "main_thread", "pipeline", "queue", "lag", "rounds", "quality", "drift", "fill"} == set(
-        keys
-    )
+    assert {
+        "wanted",
+        "main_thread",
+        "pipeline",
+        "queue",
+        "lag",
+        "rounds",
+        "quality",
+        "evaluations",
+        "drift",
+        "fill",
+    } == set(keys)
     for number in range(plots.count()):
         marks = plots.nth(number).locator(".trace path, .trace .point, .bars path")
         assert marks.count() > 0

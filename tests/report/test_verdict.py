@@ -252,6 +252,18 @@ def test_every_other_loss_is_a_finding_of_its_own() -> None:
     assert "connection refused" in found[-1].sentence
 
 
+def test_no_larger_share_of_b_is_proposed_where_the_wanted_one_was_not_fed() -> None:
+    speed = speed_of(work(TEN_AND_TEN, pipeline_s={"asking": 5.0}))
+    told = course(num_b_wanted=14, skips={"not_enough_packs": 4})
+    wanted = Knobs(b_ratio=0.7, sync_every_steps=4, version_window=2, num_servers=2)
+    binds, missing = findings(speed, told, wanted)
+    assert (binds.resource, binds.advice) == (Resource.LEARNER, ())
+    assert missing.resource is Resource.PRODUCTION
+    assert [advice.proposed for advice in missing.advice] == ["0.6"]  # 10 of 20 × 6 / 5
+    (without,) = findings(None, told, wanted)
+    assert (without.resource, without.advice) == (Resource.PRODUCTION, ())
+
+
 def test_a_run_without_settings_still_gets_sentences() -> None:
     unknown = Knobs(b_ratio=None, sync_every_steps=None, version_window=None, num_servers=None)
     speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
