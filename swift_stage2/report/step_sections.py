@@ -60,7 +60,7 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
     """Ready packs and the age of what was trained."""
     numbers = sorted({number for records in run.ranks for number in records.steps})
     every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
-    depths = thinned([(s[0]["step"], min(step["queue_depth"] or 0 for step in s)) for s in every])
+    depths = [(s[0]["step"], min(step["queue_depth"] or 0 for step in s)) for s in every]
     lags = [
         (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
     ]
@@ -70,10 +70,11 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
         Chart(
             key="queue",
             title="Ready packs",
-            description="Ready packs of the rank that has fewest, when a step is planned, after it took its own.",
+            description="Ready packs of the rank that has fewest, when a step has taken its own; the least of neighbouring steps in a "
+            "long run.",
             x_title="step",
             y_title="packs",
-            series=(series_of("ready packs", Mark.STAIRS, depths),),
+            series=(series_of("ready packs", Mark.STAIRS, thinned(depths, summary=min)),),
             limits=(Limit("queue_limit", limit),) if limit is not None else (),
         )
         if lags or limit
@@ -81,10 +82,11 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
         Chart(
             key="lag",
             title="Version lag",
-            description="Versions between the learner and the oldest pack that a B step trained.",
+            description="Versions between the learner and the oldest pack that a B step trained; the most of neighbouring steps in a "
+            "long run.",
             x_title="step",
             y_title="versions",
-            series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags)),),
+            series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, summary=max)),),
             limits=(Limit("version_window", knobs.version_window),)
             if knobs.version_window is not None
             else (),

@@ -6,7 +6,8 @@ training of step *s* is told by the record of *s* + 1, and a round by the record
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -65,11 +66,15 @@ def pipeline_seconds(record: Mapping[str, object]) -> dict[str, float] | None:
     return _in_seconds(spent) if isinstance(spent, Mapping) and spent else None
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most ``most`` points: means of groups of neighbours of one size, each at its first place."""
+def thinned(
+    points: Sequence[tuple[float, float]],
+    most: int = MOST_POINTS,
+    summary: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> list[tuple[float, float]]:
+    """At most ``most`` points: the ``summary`` of groups of neighbours of one size, each at its first place."""
     size = max(1, -(-len(points) // most))
     groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
-    return [(group[0][0], sum(value for _, value in group) / len(group)) for group in groups]
+    return [(group[0][0], summary([value for _, value in group])) for group in groups]
 
 
 def sampled(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:

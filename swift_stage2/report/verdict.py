@@ -141,7 +141,7 @@ def measure(work: RankWork) -> Speed | str:
     if not any(step.channel == "B" for step in work.steps):
         return "no step trained on channel B, so nothing ran side by side"
     if work.pipeline_s is None:
-        return "the audit holds no clock of the pipeline thread: the run was recorded by an earlier release"
+        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
     if not work.packs_made:
         return "no pack was made"
     share = work.packs_trained / work.packs_made

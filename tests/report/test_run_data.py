@@ -106,6 +106,7 @@ def test_long_series_are_thinned_without_losing_their_sum_or_end() -> None:
     few = thinned(points, most=100)
     assert len(few) == 100
     assert sum(y for _, y in few) * 10 == pytest.approx(sum(y for _, y in points))
+    assert max(y for _, y in thinned(points, most=100, summary=max)) == 6
     assert sampled(points, most=100)[-1] == points[-1]
     assert thinned(points[:3]) == points[:3]
     assert (thinned([]), sampled([])) == ([], [])
