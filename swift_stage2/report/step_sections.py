@@ -70,8 +70,8 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
         Chart(
             key="queue",
             title="Ready packs",
-            description="Ready packs of the rank that has fewest, when a step has taken its own; the least of neighbouring steps in a "
-            "long run.",
+            description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
+            "a point is the least of several steps.",
             x_title="step",
             y_title="packs",
             series=(series_of("ready packs", Mark.STAIRS, thinned(depths, summary=min)),),
@@ -82,8 +82,8 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
         Chart(
             key="lag",
             title="Version lag",
-            description="Versions between the learner and the oldest pack that a B step trained; the most of neighbouring steps in a "
-            "long run.",
+            description="Versions between the learner and the oldest pack that a B step trained. In a long run "
+            "a point is the most of several steps.",
             x_title="step",
             y_title="versions",
             series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, summary=max)),),
