@@ -46,6 +46,8 @@ def answer(row: int, version: int, boxes: list[list[int] | None], **others: Any)
     [
         (HERE, HERE, 0),
         (HERE, NEAR, 0),
+        (HERE, [0, 0, 10, 5], 0),  # an IoU at the threshold, and one under it
+        (HERE, [0, 0, 10, 4], 1),
         (HERE, FAR, 1),
         (HERE, None, 1),
         (None, HERE, 1),
@@ -78,9 +80,10 @@ def test_the_same_version_asked_twice_is_lag_zero() -> None:
 
 
 def test_of_an_image_that_was_asked_often_the_newest_answers_count() -> None:
-    often = [answer(1, version, [HERE]) for version in range(MOST_ANSWERS + 10)]
+    often = [answer(1, version, [HERE if version >= 10 else FAR]) for version in range(MOST_ANSWERS + 10)]
     found = drift_of(often, THRESHOLD)
     assert sum(drift.num_boxes for drift in found) == MOST_ANSWERS * (MOST_ANSWERS - 1) // 2
+    assert sum(drift.num_changed for drift in found) == 0
     assert max(drift.lag for drift in found) == MOST_ANSWERS - 1
 
 
