@@ -14,15 +14,18 @@ from typing import Any
 
 from rich.console import Console
 
+from swift_stage2.errors import UserError
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import Report, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.terminal import terminal_report
+from swift_stage2.telemetry.merged_trace import merge_traces, trace_files, write_trace
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
+_TRACE = "trace.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_page(output, page(report))
         if not options.json:
             print(f"page: {output}")
+    if not options.json:
+        _merge_traces(options.run_dir[-1])
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
+
+
+def _merge_traces(run_dir: Path) -> None:
+    """One file of what all ranks traced, if they did. The report stands without it."""
+    files, path = trace_files(run_dir), run_dir / _TRACE
+    if not files:
+        return
+    try:
+        write_trace(path, merge_traces(files))
+    except (UserError, OSError) as error:
+        print(f"no trace of all ranks: {error}")
+    else:
+        print(f"trace: {path}, for ui.perfetto.dev")
 
 
 def _facts(report: Report) -> dict[str, Any]:

@@ -42,4 +42,5 @@ def _shown(group: selection.Group) -> str:
     if group.quartiles is None:
         return f"– × 0{unknown}"
     low, middle, high = group.quartiles
-    return f"{middle:g} ({low:g}..{high:g}) × {group.size}{unknown}"
+    spread = "" if low == high else f" ({low:g}..{high:g})"
+    return f"{middle:g}{spread} × {group.size}{unknown}"
