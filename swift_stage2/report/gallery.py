@@ -118,13 +118,13 @@ def _picture(
     facts += [f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count]
     facts += ["cut off at max_new_tokens"] if match.truncated else []
     facts += [f"first of {len(match.images)} images"] if len(match.images) > 1 else []
-    not_trained = "evaluation, never trained" if match.purpose == EVALUATION else "not trained"
+    is_evaluation = match.purpose == EVALUATION
     return Picture(
         image=image,
         trouble=trouble,
         name=Path(path).name if path else "an image without a path",
         facts=tuple(facts),
-        fate=not_trained if match.purpose == EVALUATION else fates.get(match.sample, not_trained),
+        fate="evaluation, never trained" if is_evaluation else fates.get(match.sample, "not trained"),
         space=match.space,
         boxes=tuple(_boxes(match)),
         outcomes=tuple(str(outcome) for outcome in outcomes_of(match)),

@@ -99,4 +99,5 @@ def _state(run: RunData) -> str:
     end = "ended in order" if all(records.has_ended for records in run.ranks) else "running, or was killed"
     steps = [step["time"] for step in run.first.steps.values()]
     lasted = f", {max(steps) - min(steps):,.0f} s from first to last step" if steps else ""
-    return f"{number(len(run.ranks))} ranks, {number(len(steps))} steps{lasted}; {end}"
+    ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
+    return f"{ranks}, {number(len(steps))} steps{lasted}; {end}"

@@ -52,5 +52,5 @@ def _encode(image: Image.Image) -> str:
     small = image.convert("RGB")
     small.thumbnail((MOST_SIDE, MOST_SIDE))
     buffer = io.BytesIO()
-    small.save(buffer, "WEBP", quality=_QUALITY)
+    small.save(buffer, "WEBP", quality=_QUALITY, icc_profile=None)  # a profile may be larger than the picture
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
