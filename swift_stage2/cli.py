@@ -30,7 +30,10 @@ _OWN_PARSER = {
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
-    "report": ("swift_stage2.report.command", "check that no sample of a run was lost or trained twice"),
+    "report": (
+        "swift_stage2.report.command",
+        "tell how a run went, on one page: speed against its bound, quality, what was lost",
+    ),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
 }
