@@ -69,6 +69,7 @@ class StandInGenerator(SwiftGenerator):
         prepared = self._prepared.get(_key(request))
         if prepared is None:
             return replace(super().encode_row(request), inputs={}, template_inputs=None)
+        # In a place that only the real generator's template uses, the row carries its answer.
         return replace(prepared.row, template_inputs=prepared.answer, seed=request.seed)
 
     def generate_rows(

@@ -94,7 +94,8 @@ class Encoder:
         Raises:
             SampleError: the template refuses the row (unreadable image, prompt too long).
         """
-        row = copy.deepcopy(dict(sample.row))
+        kept = {key: value for key, value in sample.row.items() if key not in ("messages", "objects")}
+        row = copy.deepcopy(kept)  # the template changes what it is given
         row["messages"] = _prompt_messages(sample.row)
         row["objects"] = {
             "ref": list(sample.labels),
