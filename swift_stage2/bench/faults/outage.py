@@ -1,14 +1,16 @@
 """``swift-stage2 bench outage``: the only server is away for 200 steps; what do channel A's steps cost meanwhile?
 
 Learner and server run on disjoint cores where there are two, as they run on disjoint devices in earnest: else the
-steps would get faster while nobody generates beside them. Each cycle is: steps with the server, kill -9, steps without
-it, a new server, a proven round, steps with it.
+steps would get faster while nobody generates beside them. With a stand-in that computes nothing the learner has all
+cores, and with fewer ranks than cores its pipelines have one of their own. Each cycle is: steps with the server,
+kill -9, steps without it, a new server, a proven round, steps with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -25,7 +27,7 @@ from swift_stage2.bench.faults.bench_options import bench_parser, refuse_below
 from swift_stage2.bench.faults.outage_phases import OutageReport, Phase, Ratio, compare_phases
 from swift_stage2.bench.faults.run import FaultBench
 from swift_stage2.bench.faults.scene import Scene
-from swift_stage2.bench.faults.training_job import JobSettings, TrainingJob
+from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from swift_stage2.bench.servers import server_arguments
 from swift_stage2.bench.stand_in_job import stand_in_arguments
 from swift_stage2.config import Proof
@@ -64,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     rows = row_data.write_rows(directory)
     program = partial(stand_in_arguments, rows, options.stand_in_latency_s) if stand_in else None
-    learner_cores, server_cores = split_cores()
+    # A stand-in needs no core to itself, and a pipeline one beside its rank's.
+    every_core = set(os.sched_getaffinity(0))
+    learner_cores, server_cores = (every_core, every_core) if stand_in else split_cores()
     with FaultBench(options.server, directory, program) as bench, started_on(server_cores):
         reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
         left = bench.end()
@@ -73,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "server": "stand-in" if stand_in else str(options.server),
         "stand_in_latency_s": options.stand_in_latency_s,
         "steps": options.steps,
+        "ranks": options.ranks,
         "b_ratio": options.b_ratio,
         "learner_cores": sorted(learner_cores),
         "server_cores": sorted(server_cores),
@@ -109,7 +114,7 @@ def _run(
                 directory / "job",
                 rows,
                 (server.port, group_port),
-                JobSettings(b_ratio=options.b_ratio, proof=proof),
+                JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof),
             )
         stack.callback(job.end)
         Scene(server, job, server.switches, None).warm_up()
@@ -197,6 +202,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="share of channel B, above 0 and below 1; its pipeline's own work shares the learner's cores "
         "(default %(default)s)",
     )
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS, help="of the learner (default %(default)s)")
     parser.add_argument(
         "--stand-in-latency-s",
         type=float,
@@ -211,6 +217,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if not 0 < options.b_ratio < 1:
         raise UserError(f"--b-ratio must be above 0 and below 1, got {options.b_ratio}; write {_B_RATIO}")
+    refuse_below("ranks", options.ranks, 1, NUM_RANKS)
     refuse_below("steps", options.steps, _FEWEST_STEPS, _STEPS)
     refuse_below("cycles", options.cycles, 1, 1)
     return options

@@ -45,6 +45,7 @@ _WATCH_EVERY_S = 2.0
 class JobSettings:
     """What differs between rows."""
 
+    num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
     max_inflight_per_server: int = 16
     b_ratio: float = 0.5
@@ -79,7 +80,7 @@ class TrainingJob:
         """``moment`` waits a little, and raises when the bench is to end. ``ports`` are those that the learner is
         told: of HTTP and of the weight group."""
         self.directory = directory
-        self.records: list[list[Record]] = [[] for _ in range(NUM_RANKS)]
+        self.records: list[list[Record]] = [[] for _ in range(settings.num_ranks)]
         self.group_port = ports[1]
         self.shared_memory: set[str] = set()
         self.watch: Callable[[], None] = lambda: None
@@ -92,7 +93,7 @@ class TrainingJob:
             {**os.environ, **CHILD_ENVIRONMENT, VARIABLE: str(switches.directory)},
         )
         self._config_path = config_path
-        self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(NUM_RANKS)]
+        self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(settings.num_ranks)]
         command = plan.learner
         self._tree: ProcessTree = job.start(
             type(command)(name, command.argv, command.environment, command.grace_s)
@@ -266,7 +267,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         rows=rows,
         num_steps=_STEPS_THAT_NO_ROW_REACHES,
         b_ratio=settings.b_ratio,
-        num_ranks=NUM_RANKS,
+        num_ranks=settings.num_ranks,
         plugins=(_PLUGIN,),
         swift=swift,
     )
