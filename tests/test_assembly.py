@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +23,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.server_wait import wait_for_servers
-from swift_stage2.stage2_run import Stage2Run
+from swift_stage2.stage2_run import SWITCH_INTERVAL_S, Stage2Run
 
 
 @pytest.fixture
@@ -269,6 +270,24 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         again.close()
         again.close()
     assert server.infer_calls == [], "nothing is inferred before a round"
+
+
+def test_threads_give_the_interpreter_back_sooner_while_channel_b_runs(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    before = sys.getswitchinterval()
+    run = _start(configure(server.url), rows, tmp_path, _token_count)
+    try:
+        assert sys.getswitchinterval() == before, "nothing runs in the background yet"
+        run.start()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+        assert before > SWITCH_INTERVAL_S
+    finally:
+        run.close()
+    assert sys.getswitchinterval() == before
 
 
 def test_an_evaluation_that_had_not_ended_is_resumed(

@@ -6,10 +6,9 @@ That is a state it knows: it makes nothing and sleeps until the learner's next w
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
-from swift_stage2 import assembly
+from swift_stage2 import assembly, stage2_run
 from swift_stage2.bench.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, is_on
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 
@@ -24,4 +23,4 @@ class SwitchedPipeline(Pipeline):
 
 assembly.Pipeline = SwitchedPipeline  # type: ignore[attr-defined]
 if interval := os.environ.get(SWITCH_INTERVAL_VARIABLE):
-    sys.setswitchinterval(float(interval))
+    stage2_run.SWITCH_INTERVAL_S = float(interval)
