@@ -51,6 +51,14 @@ class Listener:
 
 def listener_at(host: str, port: int) -> Listener | None:
     """Who would answer at this address of this machine; None when nobody listens there."""
+    found = _look_for_listener(host, port)
+    if found is not None and found.pid is None:
+        # Processes are looked at before sockets are: whoever began to listen between had a socket and no process.
+        found = _look_for_listener(host, port)
+    return found
+
+
+def _look_for_listener(host: str, port: int) -> Listener | None:
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     for connection in psutil.net_connections(kind="tcp"):
         local = connection.laddr

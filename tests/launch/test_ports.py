@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
+import psutil
 import pytest
 from closed_connection import leave_closed_connection
 
 from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.ports import is_quiet, refuse_busy_ports
+from swift_stage2.launch.ports import Listener, is_quiet, listener_at, refuse_busy_ports
 from swift_stage2.launch.process_tree import Command
 
 
@@ -67,3 +69,38 @@ def test_a_port_whose_last_connection_just_closed_is_free_but_not_quiet() -> Non
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"this machine only.*host='192\.0\.2\.1'"):
         refuse_busy_ports([planned("http://192.0.2.1:8000", 8001)])
+
+
+def test_a_listener_is_known_by_its_process(busy_port: int) -> None:
+    listener = listener_at("127.0.0.1", busy_port)
+    assert listener is not None
+    assert listener.pid == os.getpid()
+    assert listener.is_below(os.getpid())
+
+
+def test_who_began_to_listen_while_processes_were_looked_at_is_looked_for_again(
+    busy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look finds the socket and, as it is too new, no process."""
+    looks, real = [], psutil.net_connections
+
+    def net_connections(kind: str) -> list[Any]:
+        found = real(kind=kind)
+        looks.append(kind)
+        return [entry._replace(pid=None) for entry in found] if len(looks) == 1 else found
+
+    monkeypatch.setattr(psutil, "net_connections", net_connections)
+    listener = listener_at("127.0.0.1", busy_port)
+    assert listener is not None
+    assert listener.pid == os.getpid()
+    assert len(looks) == 2
+
+
+def test_another_users_listener_has_no_process_at_any_look(
+    busy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = psutil.net_connections
+    monkeypatch.setattr(
+        psutil, "net_connections", lambda kind: [entry._replace(pid=None) for entry in real(kind=kind)]
+    )
+    assert listener_at("127.0.0.1", busy_port) == Listener(None, "another user's")
