@@ -21,6 +21,8 @@ from torch import nn
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
+from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
@@ -29,13 +31,19 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import ControlGroup, join_control_group, together
-from swift_stage2.config import OnPending, OnPipelineFailure, Stage2Config, StarvationAction
+from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Stage2Config, StarvationAction
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.packing_isolation import IsolationBatches, check_isolation, isolation_batches
+from swift_stage2.packing_isolation import (
+    IsolationBatches,
+    check_isolation,
+    empty_rollout,
+    isolation_batches,
+)
 from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import make_evaluation
+from swift_stage2.preprocessing_check import check_preprocessing
 from swift_stage2.progress_watch import ProgressWatch
 from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
@@ -50,7 +58,7 @@ from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
@@ -110,6 +118,7 @@ def start_run(
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, template, seed, control, telemetry)
             parts = together(control, look)
+            on_failure.callback(parts.preprocessor.close)
             _check_packing(parts, packed_loss, half_precision, control)
             build = partial(
                 _build_channel_b,
@@ -201,8 +210,9 @@ class _CheckedParts:
 
     encoder: Encoder
     task: DetectionTask
+    preprocessor: Preprocessor
     source: SampleSource
-    first_sample: Sample
+    samples: list[Sample]
     isolation: IsolationBatches
 
 
@@ -223,7 +233,17 @@ def _check_data(
     )
     samples = usable_samples(rows, seed, encoder)
     check_samples(config, encoder, task, samples)
-    return _CheckedParts(encoder, task, source, samples[0], isolation_batches(encoder, task, samples))
+    isolation = isolation_batches(encoder, task, samples)
+    # Last, because nobody would end its process; what follows here gives that the time to load the template.
+    preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
+    return _CheckedParts(encoder, task, preprocessor, source, samples, isolation)
+
+
+def _preprocessor(config: Stage2Config, encoder: Encoder, task: DetectionTask, trace: Trace) -> Preprocessor:
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
+        return ThreadPreprocessor(encoder, task, packing_length=packing_length)
+    return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
 
 
 def _check_packing(
@@ -288,8 +308,8 @@ def _build_channel_b(
         config,
         validation_rows,
         client=client,
-        encoder=parts.encoder,
-        task=parts.task,
+        make_request=parts.encoder.request,
+        preprocessor=parts.preprocessor,
         control=control,
         events=telemetry.evaluation,
         record=telemetry.record_evaluation,
@@ -300,12 +320,19 @@ def _build_channel_b(
     def return_dropped(pack: Pack, reason: DropReason) -> None:
         pipelines[0].on_drop(pack, reason)
 
+    if isinstance(parts.preprocessor, ProcessPreprocessor):
+        parts.preprocessor.await_ready()
+        check_preprocessing(
+            parts.preprocessor,
+            ThreadPreprocessor(parts.encoder, parts.task, packing_length=packing.packing_length),
+            [empty_rollout(sample, parts.encoder) for sample in parts.samples],
+        )
     queue: ReadyQueue[Pack] = ReadyQueue(prefetch.queue_limit, prefetch.version_window, return_dropped)
     pipeline = Pipeline(
         source=parts.source,
         client=client,
-        encoder=parts.encoder,
-        task=parts.task,
+        make_request=parts.encoder.request,
+        preprocessor=parts.preprocessor,
         queue=queue,
         clock=clock,
         pacer=pacer,
@@ -323,7 +350,7 @@ def _build_channel_b(
         [ServerEndpoint(server.base_url, server.group_port) for server in rollout.servers],
         control=control,
         export=WeightExport(module),
-        canary=make_canary(parts.encoder, parts.first_sample),
+        canary=make_canary(parts.encoder, parts.samples[0]),
         make_transport=lambda info: wrap_transport(transport_for(info, module, api_key)),
         run_id=run_id,
         timeout_s=rollout.sync.timeout_s,

@@ -25,6 +25,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── UpstreamLost              the server behind a merger is gone, or was and has had no weights since
     ├── UpstreamTimeout           the server behind a merger did not answer in time and may still be at it
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
+    ├── PreprocessorLost          a rank's preprocessing process failed or is gone; its pipeline dies of it
     ├── ChildFailed               a process that demo or bench started did not end well
     ├── ReplayDiffers             a replay came to another loss than its record; raised alike on every rank
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
@@ -151,6 +152,10 @@ class UpstreamTimeout(Stage2Error):
 
 class PipelineFailed(Stage2Error):
     """A background pipeline died on some rank; every rank raises this at the same step."""
+
+
+class PreprocessorLost(Stage2Error):
+    """A rank's preprocessing process failed, ended or does not answer."""
 
 
 class ReplayDiffers(Stage2Error):

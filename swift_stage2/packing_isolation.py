@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.packing_line import make_segment
 from swift_stage2.channel_b.records import Rollout, Sample, Segment, VersionSpan
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
@@ -95,19 +96,19 @@ def check_isolation(
         )
 
 
-def _segment(encoder: Encoder, task: Task, sample: Sample) -> Segment:
-    prompt = encoder.encode_prompt(sample)
-    rollout = Rollout(
+def empty_rollout(sample: Sample, encoder: Encoder) -> Rollout:
+    """What a server that says nothing would answer."""
+    return Rollout(
         sample=sample,
         text="",
         token_ids=(),
-        prompt_token_ids=prompt.token_ids,
+        prompt_token_ids=encoder.encode_prompt(sample).token_ids,
         truncated=False,
         seed=0,
         server="",
         spans=(VersionSpan(0, 0, 0),),
     )
-    target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
-    return encoder.encode_segment(
-        rollout, prompt, target, closing_weight=task.closing_weight, sample_id="check"
-    )
+
+
+def _segment(encoder: Encoder, task: Task, sample: Sample) -> Segment:
+    return make_segment(empty_rollout(sample, encoder), encoder.encode_prompt(sample), encoder, task)[0]

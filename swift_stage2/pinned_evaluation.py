@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import EvaluationCounts, EvaluationEvents, RankEvaluation
+from swift_stage2.channel_b.preprocessing import Preprocessor
+from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Rows
-from swift_stage2.channel_b.task import Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
@@ -105,8 +106,8 @@ def make_evaluation(
     rows: Rows | None,
     *,
     client: RolloutClient,
-    encoder: Encoder,
-    task: Task,
+    make_request: Callable[[Sample], dict[str, Any]],
+    preprocessor: Preprocessor,
     control: ControlGroup,
     events: EvaluationEvents,
     record: Callable[[EvaluationRecord], None],
@@ -129,8 +130,8 @@ def make_evaluation(
         rank=control.rank,
         world_size=control.world_size,
         client=client,
-        encoder=encoder,
-        task=task,
+        make_request=make_request,
+        preprocessor=preprocessor,
         decoding=config.rollout.decoding,
         events=events,
     )

@@ -72,6 +72,12 @@ class Encoder:
         self._packing_length = packing_length
         self._closing_ids = self._find_closing_ids()
 
+    def with_span(self, span: EnterSpan) -> Encoder:
+        """The same encoder, entering another span; template and tokenizer are shared."""
+        other = copy.copy(self)
+        other._span = span
+        return other
+
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
         """The end-of-turn tokens that the template puts after an answer."""

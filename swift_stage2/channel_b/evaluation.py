@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
 from swift_stage2.channel_b.sample_source import Rows, read_sample
-from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import MatchingError, SampleError
+from swift_stage2.errors import SampleError
 
 MAX_ASKS = 3
 # No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
@@ -111,8 +110,8 @@ class RankEvaluation:
         rank: int,
         world_size: int,
         client: RolloutClient,
-        encoder: Encoder,
-        task: Task,
+        make_request: Callable[[Sample], dict[str, Any]],
+        preprocessor: Preprocessor,
         decoding: DecodingConfig,
         events: EvaluationEvents,
     ) -> None:
@@ -121,8 +120,8 @@ class RankEvaluation:
         indices = range(rank, min(num_samples, len(rows)), world_size)
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
         self._client = client
-        self._encoder = encoder
-        self._task = task
+        self._make_request = make_request
+        self._preprocessor = preprocessor
         self._decoding = replace(decoding, temperature=0.0)
         self._events = events
         self._lock = threading.Lock()
@@ -173,9 +172,12 @@ class RankEvaluation:
             terms = Terms(self._decoding, self._events, only_version=progress.version)
             outcome = self._client.generate(samples, requests, terms)
             failed |= {sample.key.position: reason for sample, reason in outcome.quarantined}
-            for rollout in outcome.rollouts:
-                if {span.version for span in rollout.spans} == {progress.version}:
-                    self._judge(rollout, qualities, failed)
+            asked_for = [
+                rollout
+                for rollout in outcome.rollouts
+                if {span.version for span in rollout.spans} == {progress.version}
+            ]
+            self._judge(asked_for, qualities, failed)
         return self._take(progress, numbers, qualities, failed, was_asked=outcome.num_posts > 0)
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
@@ -183,25 +185,24 @@ class RankEvaluation:
         for number in numbers:
             try:
                 sample = read_sample(self._rows, self._keys[number])
-                requests.append(self._encoder.request(sample))
+                requests.append(self._make_request(sample))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)
         return samples, requests, failed
 
-    def _judge(self, rollout: Rollout, qualities: dict[int, MatchQuality], failed: dict[int, str]) -> None:
-        sample = rollout.sample
-        number = sample.key.position
-        try:
-            prompt = self._encoder.encode_prompt(sample)
-            if rollout.prompt_token_ids != prompt.token_ids:
-                raise SampleError("the server was asked another prompt than the learner's")
-            target = self._task.correct(rollout, sample.labels, prompt.boxes, self._encoder.tokenise)
-        except (SampleError, MatchingError) as error:
-            failed[number] = str(error)
-        else:
-            qualities[number] = target.quality
-            self._events.matched(rollout, target, prompt.space)
+    def _judge(
+        self, rollouts: Sequence[Rollout], qualities: dict[int, MatchQuality], failed: dict[int, str]
+    ) -> None:
+        if not rollouts:
+            return
+        for rollout, judged in zip(rollouts, self._preprocessor.judge(rollouts), strict=True):
+            number = rollout.sample.key.position
+            if isinstance(judged, Judged):
+                qualities[number] = judged.target.quality
+                self._events.matched(rollout, judged.target, judged.space)
+            else:
+                failed[number] = str(judged)
 
     def _take(
         self,

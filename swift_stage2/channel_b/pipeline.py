@@ -12,22 +12,20 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.packing_line import make_pack, make_segment
+from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
-from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import FenceShutDown, MatchingError, QueueClosed, SampleError
+from swift_stage2.errors import FenceShutDown, QueueClosed, SampleError
 from swift_stage2.rollout_protocol import protect_from_abort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.pacing_state import PacingState
@@ -105,8 +103,8 @@ class Pipeline:
         *,
         source: SampleSource,
         client: RolloutClient,
-        encoder: Encoder,
-        task: Task,
+        make_request: Callable[[Sample], dict[str, Any]],
+        preprocessor: Preprocessor,
         queue: ReadyQueue[Pack],
         clock: VersionClock,
         pacer: Pacer,
@@ -121,8 +119,8 @@ class Pipeline:
     ) -> None:
         self._source = source
         self._client = client
-        self._encoder = encoder
-        self._task = task
+        self._make_request = make_request
+        self._preprocessor = preprocessor
         self._queue = queue
         self._clock = clock
         self._pacer = pacer
@@ -161,9 +159,13 @@ class Pipeline:
         """Asks the thread to end and waits for it; True iff it ended."""
         self._stop.set()
         self._wake.set()
+        self._preprocessor.interrupt()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        if ended:
+            self._preprocessor.close()
+        return ended
 
     @property
     def production_pace(self) -> ProductionPace | None:
@@ -263,8 +265,7 @@ class Pipeline:
         for sample, message in outcome.quarantined:
             self._quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         prepared_from = time.monotonic()
-        for rollout in outcome.rollouts:
-            self._prepare(rollout)
+        self._prepare(outcome.rollouts)
         self._pack_what_is_ready()
         if outcome.rollouts:
             # Waiting for a ticket is no part of a production: the pacer knows about rounds by itself.
@@ -291,24 +292,22 @@ class Pipeline:
         self._count_attempt(too_slow, ReturnReason.TIMED_OUT)
 
     def _request(self, sample: Sample) -> dict[str, Any]:
-        request = self._encoder.request(sample)
+        request = self._make_request(sample)
         return protect_from_abort(request) if sample.key in self._aborted else request
 
-    def _prepare(self, rollout: Rollout) -> None:
-        self._go_on_to(PipelineActivity.PREPARING, "matches and encodes a rollout")
-        started = time.monotonic()
-        self._guard.observe(rollout.truncated)
-        sample: Sample = rollout.sample
-        try:
-            prompt = self._encoder.encode_prompt(sample)
-            segment, target = make_segment(rollout, prompt, self._encoder, self._task)
-        except (SampleError, MatchingError) as error:
-            self._quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
+    def _prepare(self, rollouts: Sequence[Rollout]) -> None:
+        if not rollouts:
             return
-        self._segments.append(segment)
-        self.last_progress_s = time.monotonic()
-        self._events.segment(segment, time.monotonic() - started)
-        self._events.matched(rollout, target, prompt.space)
+        self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
+        for rollout, prepared in zip(rollouts, self._preprocessor.prepare(rollouts), strict=True):
+            self._guard.observe(rollout.truncated)
+            if not isinstance(prepared, Prepared):
+                self._quarantine(rollout.sample.key, QuarantineReason.SAMPLE, str(prepared))
+                continue
+            self._segments.append(prepared.segment)
+            self.last_progress_s = time.monotonic()
+            self._events.segment(prepared.segment, prepared.seconds)
+            self._events.matched(rollout, prepared.target, prepared.space)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
@@ -327,7 +326,7 @@ class Pipeline:
                 return
             started = time.monotonic()
             segments = [self._segments[index] for index in chosen]
-            pack = make_pack(uuid.uuid4().hex, segments, self._encoder, self._packing_length)
+            pack = self._preprocessor.pack(uuid.uuid4().hex, segments)
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._segments_per_pack += _SMOOTHING * (len(chosen) - self._segments_per_pack)
             # Told first: once offered, the learner may train it at any moment.
@@ -339,6 +338,7 @@ class Pipeline:
         if not stale:
             return
         self._segments = [s for s in self._segments if self._clock.is_fresh(s.version, self._version_window)]
+        self._preprocessor.forget(stale)
         for segment in stale:
             self._events.stale_segment(segment)
         self._return_for_redraw([segment.key for segment in stale], ReturnReason.STALE)

@@ -6,6 +6,7 @@ coordinate space and the tokeniser. Another task may take this one's place throu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class Task(Protocol):
 
     def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None: ...
 
+    def with_span(self, span: EnterSpan) -> Task: ...
+
 
 class DetectionTask:
     """Objects as text with boxes, in one of the dialects of ``parsing``."""
@@ -58,6 +61,12 @@ class DetectionTask:
         self._same_label = same_label
         self._weights = dict(weights)
         self._span = span
+
+    def with_span(self, span: EnterSpan) -> DetectionTask:
+        """The same task, entering another span."""
+        other = copy.copy(self)
+        other._span = span
+        return other
 
     @property
     def closing_weight(self) -> float:

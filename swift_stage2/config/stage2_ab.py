@@ -26,6 +26,13 @@ class OnPipelineFailure(StrEnum):
     CONTINUE_A = "continue_a"
 
 
+class Preprocessing(StrEnum):
+    """Where a rank's answers become packs."""
+
+    PROCESS = "process"
+    THREAD = "thread"
+
+
 class Dialect(StrEnum):
     """How the model writes objects."""
 
@@ -188,6 +195,8 @@ class TargetConfig:
 class ChannelBConfig:
     on_pipeline_failure: OnPipelineFailure = OnPipelineFailure.RAISE
     """Whether a dead pipeline ends the run on all ranks or leaves channel A alone."""
+    preprocessing: Preprocessing = Preprocessing.PROCESS
+    """Where a rank parses, matches and encodes: a process of its own, or a thread of the learner's."""
     max_truncated_ratio: float = 0.3
     """Channel B pauses while a larger share of recent rollouts was cut off by max_new_tokens."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)

@@ -20,6 +20,7 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
@@ -217,8 +218,8 @@ def make_bench(
             rank=0,
             world_size=1,
             client=client,  # type: ignore[arg-type]
-            encoder=encoder,
-            task=make_task(),
+            make_request=encoder.request,
+            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DecodingConfig(),
             events=Unrecorded(),  # type: ignore[arg-type]
         )
@@ -234,8 +235,8 @@ def make_bench(
         pipeline = Pipeline(
             source=source,
             client=client,  # type: ignore[arg-type]
-            encoder=encoder,
-            task=make_task(),
+            make_request=encoder.request,
+            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             queue=queue,
             clock=clock,
             pacer=Pacer(

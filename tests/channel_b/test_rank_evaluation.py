@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
-from real_model import make_encoder, make_task, rollout_of
+from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import MAX_ASKS, EvaluationCounts, RankEvaluation
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import Unrecorded
@@ -87,8 +88,8 @@ class Scene:
             rows,
             rank=rank,
             client=self.client,
-            encoder=encoder,
-            task=make_task(),
+            make_request=encoder.request,
+            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DECODING,
             events=self.events,
             **(defaults | settings),

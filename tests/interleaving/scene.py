@@ -25,6 +25,7 @@ from interleaving.virtual_threading import TimeNames, active, installed, running
 from swift_stage2.channel_b.encoding import PromptEncoding
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.records import MatchQuality, Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -105,6 +106,10 @@ class StubTask:
 
     def correct(self, *parts: Any) -> Target:
         return Target("", (1,), (1.0,), _QUALITY)
+
+
+def _preprocessor(encoder: StubEncoder) -> ThreadPreprocessor:
+    return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)  # type: ignore[arg-type]
 
 
 class EvaluationEvents(Unrecorded):
@@ -398,12 +403,13 @@ class Scene:
             packs_per_b_step=setting.packs_per_step,
         )
         guard = TruncationGuard(1.0)
+        encoder = StubEncoder(self, rank)
         evaluation = self._make_evaluation(rank, control, client) if setting.evaluate_every_steps else None
         pipeline = parts.pipeline(
             source=source,
             client=client,
-            encoder=StubEncoder(self, rank),  # type: ignore[arg-type]
-            task=StubTask(),  # type: ignore[arg-type]
+            make_request=encoder.request,
+            preprocessor=_preprocessor(encoder),
             queue=queue,
             clock=clock,
             pacer=pacer,
@@ -467,14 +473,15 @@ class Scene:
 
     def _make_evaluation(self, rank: int, control: Any, client: RolloutClient) -> PinnedEvaluation:
         setting = self.setting
+        encoder = StubEncoder(self, rank)
         part = WatchedEvaluation(
             _ROWS,
             num_samples=setting.evaluation_samples,
             rank=rank,
             world_size=setting.num_ranks,
             client=client,
-            encoder=StubEncoder(self, rank),  # type: ignore[arg-type]
-            task=StubTask(),  # type: ignore[arg-type]
+            make_request=encoder.request,
+            preprocessor=_preprocessor(encoder),
             decoding=DecodingConfig(),
             events=EvaluationEvents(self.ledger),
         )

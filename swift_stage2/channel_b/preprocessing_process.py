@@ -1,0 +1,173 @@
+"""Preprocessing in a process of its own, so that its Python does not hold the learner's interpreter lock.
+
+The rank's side: what a ``Preprocessor`` does is asked of ``preprocessing_worker`` over a socket, one message per
+production; segments stay there, and a pack's tensors come back in shared memory. Only the pipeline's thread asks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any
+
+import swift_stage2
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.preprocessing import Judged, Prepared, Refusal
+from swift_stage2.channel_b.preprocessing_worker import (
+    Failure,
+    Forget,
+    Judge,
+    MakePack,
+    Prepare,
+    Reply,
+    Setup,
+)
+from swift_stage2.channel_b.records import Pack, Rollout, Segment
+from swift_stage2.channel_b.shared_batch import read_batch
+from swift_stage2.channel_b.task import Task
+from swift_stage2.errors import PreprocessorLost
+from swift_stage2.telemetry.spans import Trace, untraced
+
+# It imports ms-swift, for which a cold network file system takes minutes, and a message is seldom more than a second's
+# work. Its death is seen at once; this is for one that neither works nor dies.
+_ANSWER_S = 300
+_END_S = 10.0
+_TRACK = "preprocessing"
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ProcessPreprocessor:
+    """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``."""
+
+    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int, trace: Trace) -> None:
+        self._trace = trace
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
+            arguments = (str(theirs.fileno()), str(os.getpid()))
+            self._process = subprocess.Popen(
+                (sys.executable, "-m", "swift_stage2.channel_b.preprocessing_worker", *arguments),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        self._connection = Connection(ours.detach())
+        self._told = "start"
+        parts = pickle.dumps((encoder.with_span(untraced), task.with_span(untraced), packing_length))
+        self._send(Setup(tuple(sys.path), parts, trace.enabled))
+
+    @property
+    def pid(self) -> int:
+        """The worker's."""
+        return self._process.pid
+
+    def await_ready(self) -> None:
+        """Waits until the process has loaded the template.
+
+        Raises:
+            PreprocessorLost: it could not, or ended.
+        """
+        self._receive()
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
+        """Raises:
+        PreprocessorLost: the process failed, ended or does not answer.
+        """
+        yield from self._ask(Prepare(tuple(rollouts)), f"prepare {len(rollouts)} rollouts")
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
+        """Raises:
+        PreprocessorLost: the process failed, ended or does not answer.
+        """
+        yield from self._ask(Judge(tuple(rollouts)), f"judge {len(rollouts)} rollouts")
+
+    def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
+        """Raises:
+        PreprocessorLost: the process failed, ended or does not answer.
+        """
+        keys = tuple(segment.key for segment in segments)
+        pack, outline = self._ask(MakePack(pack_id, keys), f"pack {len(keys)} segments")
+        try:
+            descriptor = recv_handle(self._connection)
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from error
+        whole: Pack = replace(pack, batch=read_batch(outline, descriptor))
+        return whole
+
+    def forget(self, segments: Sequence[Segment]) -> None:
+        """Raises:
+        PreprocessorLost: the process ended or does not listen.
+        """
+        self._told = f"forget {len(segments)} segments"
+        self._send(Forget(tuple(segment.key for segment in segments)))
+
+    def interrupt(self) -> None:
+        self._process.kill()  # it holds nothing that could be lost
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=_END_S)
+        self._connection.close()
+
+    def _ask(self, message: Any, told: str) -> Any:
+        self._told = told
+        self._send(message)
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _receive(self) -> Any:
+        try:
+            reply: Reply = self._connection.recv()
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from error
+        for name, start_ns, end_ns in reply.intervals:
+            self._trace.record(name, start_ns, end_ns, _TRACK)
+        if isinstance(reply.found, Failure):
+            raise PreprocessorLost(
+                f"preprocessing failed when told to {self._told}: {reply.found.summary}\n{reply.found.trace}"
+            )
+        return reply.found
+
+    def _lost(self, error: BaseException) -> PreprocessorLost:
+        is_silent = isinstance(error, BlockingIOError)
+        cause = f"did not answer within {_ANSWER_S} s" if is_silent else self._how_it_ended()
+        return PreprocessorLost(
+            f"the preprocessing process must live as long as its rank, but pid={self.pid} {cause} when told to "
+            f"{self._told}; look for its own message above, or for the kernel's if memory ran out"
+        )
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return (
+            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """One process, which needs no GPU, counts no ranks and repeats none of ms-swift's notices."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Enough to find its first module; the rest of the import path comes with the first message.
+    found = (str(Path(swift_stage2.__file__).parents[1]), environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+    return environment

@@ -1,0 +1,237 @@
+"""The process that preprocesses for one rank: ``python -m swift_stage2.channel_b.preprocessing_worker FD PARENT``.
+
+Serves its rank over a socket that only these two hold, and ends with it: at the end of the stream, and by the kernel's
+hand (``PR_SET_PDEATHSIG``) if it is in the middle of something when the rank dies. Issues no request and no collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
+    from swift_stage2.channel_b.preprocessing import Judged, Prepared, Refusal, ThreadPreprocessor
+    from swift_stage2.channel_b.records import Pack, Rollout, SampleKey, Segment
+    from swift_stage2.channel_b.shared_batch import BatchOutline
+
+_PR_SET_PDEATHSIG = 1
+
+Interval = tuple[str, int, int]
+"""Name, start and end of a stage, in nanoseconds of ``time.perf_counter_ns``: one clock for a machine's processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message. ``parts`` is a pickled ``(encoder, task, packing_length)``."""
+
+    import_path: tuple[str, ...]
+    parts: bytes
+    is_traced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Asks what becomes of rollouts. Their segments come back without encodings, which stay here."""
+
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Asks for the matches of rollouts."""
+
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MakePack:
+    """Asks for a pack of segments that wait here; its batch follows the reply as a file descriptor."""
+
+    pack_id: str
+    keys: tuple[SampleKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Segments that nobody will pack; not answered."""
+
+    keys: tuple[SampleKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``found`` is what was asked for, a ``Failure`` what stopped it."""
+
+    found: Any
+    intervals: tuple[Interval, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What was raised here, as text: its class need not exist on the other side."""
+
+    summary: str
+    trace: str
+
+
+class _Intervals:
+    """Collects the stages of one message, where anybody wants to see them."""
+
+    def __init__(self) -> None:
+        self._closed: list[Interval] = []
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._span(name)
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        started = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._closed.append((name, started, time.perf_counter_ns()))
+
+    def take(self) -> tuple[Interval, ...]:
+        closed, self._closed = self._closed, []
+        return tuple(closed)
+
+
+class Worker:
+    """Answers one message after the other."""
+
+    def __init__(self, preprocessor: ThreadPreprocessor) -> None:
+        self._preprocessor = preprocessor
+        self._segments: dict[SampleKey, Segment] = {}
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> list[Prepared | Refusal]:
+        """Keeps what is heavy of every segment."""
+        from swift_stage2.channel_b.preprocessing import Prepared
+
+        replies: list[Prepared | Refusal] = []
+        for prepared in self._preprocessor.prepare(rollouts):
+            if isinstance(prepared, Prepared):
+                segment = prepared.segment
+                self._segments[segment.key] = segment
+                prepared = replace(prepared, segment=replace(segment, encoding={}))
+            replies.append(prepared)
+        return replies
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Judged | Refusal]:
+        """Keeps nothing."""
+        return list(self._preprocessor.judge(rollouts))
+
+    def pack(self, pack_id: str, keys: Sequence[SampleKey]) -> tuple[Pack, BatchOutline, int]:
+        """A pack without its batch, the batch's outline, and the descriptor of its memory."""
+        from swift_stage2.channel_b.shared_batch import write_batch
+
+        pack = self._preprocessor.pack(pack_id, [self._segments.pop(key) for key in keys])
+        outline, descriptor = write_batch(pack.batch)
+        return replace(pack, batch={}), outline, descriptor
+
+    def forget(self, keys: Sequence[SampleKey]) -> None:
+        """Drops segments."""
+        for key in keys:
+            del self._segments[key]
+
+
+def serve(connection: Connection) -> None:
+    """Answers until the rank closes its end."""
+    intervals = _Intervals()
+    try:
+        worker = _set_up(connection.recv(), intervals)
+    except EOFError:
+        return
+    except Exception as error:  # told to the rank, which ends its run with it
+        connection.send(Reply(_failure(error)))
+        return
+    connection.send(Reply(None))
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        _answer(connection, worker, message, intervals)
+
+
+def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
+    sys.path[:] = setup.import_path
+    from swift_stage2.cpu_torchvision import declare_operators
+
+    declare_operators()  # before the template imports torchvision
+    encoder, task, packing_length = pickle.loads(setup.parts)
+    from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+
+    if setup.is_traced:
+        encoder, task = encoder.with_span(intervals.span), task.with_span(intervals.span)
+    return Worker(ThreadPreprocessor(encoder, task, packing_length=packing_length))
+
+
+def _answer(connection: Connection, worker: Worker, message: Any, intervals: _Intervals) -> None:
+    descriptor: int | None = None
+    try:
+        match message:
+            case Prepare(rollouts):
+                found: Any = worker.prepare(rollouts)
+            case Judge(rollouts):
+                found = worker.judge(rollouts)
+            case MakePack(pack_id, keys):
+                *found, descriptor = worker.pack(pack_id, keys)
+            case Forget(keys):
+                worker.forget(keys)
+                return
+            case _:
+                raise TypeError(f"no message of this protocol: {message!r}")
+    except Exception as error:
+        found = _failure(error)
+    connection.send(Reply(found, intervals.take()))
+    if descriptor is not None:
+        send_handle(connection, descriptor, os.getppid())
+        os.close(descriptor)
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _end_with(parent: int) -> None:
+    """The kernel kills this process when its rank's main thread is gone, however that ended.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit("the rank that started this process is gone")
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serves the rank ``parent`` over the socket ``descriptor``."""
+    # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with(parent)
+    with Connection(descriptor) as connection:
+        try:
+            serve(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the rank is gone
+
+
+if __name__ == "__main__":
+    # Not as __main__: messages must be of the same classes on both sides.
+    from swift_stage2.channel_b import preprocessing_worker
+
+    preprocessing_worker.main(int(sys.argv[1]), int(sys.argv[2]))

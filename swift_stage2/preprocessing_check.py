@@ -1,0 +1,49 @@
+"""Does a process beside the learner preprocess as the learner itself would? Found on samples, when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor
+from swift_stage2.channel_b.records import Rollout
+from swift_stage2.errors import ConfigError
+
+
+def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:
+    """Both must make the same batches of the same rollouts, and refuse the same ones.
+
+    Raises:
+        ConfigError: they do not.
+        PreprocessorLost: the process failed, ended or does not answer.
+    """
+    for number, (expected, found) in enumerate(
+        zip(_outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
+    ):
+        different = sorted(
+            name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
+        )
+        if different:
+            raise ConfigError(
+                "the preprocessing process must encode as the learner does, got another "
+                f"{', '.join(different)} for sample {number}; what changes the template in the learner alone (a "
+                "plugin, a variable set by a program) must go, or write stage2_ab.channel_b.preprocessing: thread"
+            )
+
+
+def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Each rollout's batch, alone; or why there is none."""
+    return [
+        dict(preprocessor.pack("check", [prepared.segment]).batch)
+        if isinstance(prepared, Prepared)
+        else {"refusal": str(prepared)}
+        for prepared in list(preprocessor.prepare(rollouts))
+    ]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
