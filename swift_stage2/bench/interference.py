@@ -22,6 +22,7 @@ from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.spread import Spread, verdict
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, start_stand_in
 from swift_stage2.bench.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, SwitchedBlocks, is_on
+from swift_stage2.config import Preprocessing
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -42,7 +43,7 @@ _CLOCKS = {
     "main": "– main thread on a core",
     "queued": "– main thread ready, without a core",
     "blocked": "– main thread blocked: interpreter lock, files",
-    "others": "all other threads on a core",
+    "others": "all other threads of the learner on a core",
 }
 
 
@@ -77,29 +78,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
         ports = start_stand_in(servers, rows, options.latency_s)
-        print(f"[bench] {blocks.total_steps} steps", flush=True)
         environment = {STEPS_VARIABLE: str(blocks.num_steps)}
         if options.switch_interval_ms is not None:
             environment[SWITCH_INTERVAL_VARIABLE] = str(options.switch_interval_ms / 1e3)
-        arm = Arm(
-            name="learner",
-            directory=directory / "job",
-            rows=rows,
-            num_steps=blocks.total_steps,
-            b_ratio=B_RATIO,
-            ports=ports,
-            plugin=PLUGINS / "switched_pipeline.py",
-            prefetch={"sync_every_steps": _NEVER},
-            environment=environment,
-        )
-        found = interference_of(run_arm(children, arm), blocks)
-    facts = asdict(found) | {
+        found: dict[Preprocessing, Interference] = {}
+        for variant in options.preprocessing:
+            print(f"[bench] preprocessing in a {variant}: {blocks.total_steps} steps", flush=True)
+            arm = Arm(
+                name=f"learner-{variant}",
+                directory=directory / variant,
+                rows=rows,
+                num_steps=blocks.total_steps,
+                b_ratio=B_RATIO,
+                ports=ports,
+                plugin=PLUGINS / "switched_pipeline.py",
+                prefetch={"sync_every_steps": _NEVER},
+                preprocessing=variant,
+                environment=environment,
+            )
+            found[variant] = interference_of(run_arm(children, arm), blocks)
+    facts = {
+        "variants": {variant: asdict(each) for variant, each in found.items()},
         "blocks": asdict(blocks),
         "latency_s": options.latency_s,
         "switch_interval_ms": options.switch_interval_ms,
         "cores": sorted(os.sched_getaffinity(0)),
     }
-    publish(directory, "interference", facts, [ratio_table(found), clock_table(found)], notes(found))
+    tables = [table(each, variant) for variant, each in found.items() for table in (ratio_table, clock_table)]
+    said = [f"{variant}: {note}" for variant, each in found.items() for note in notes(each)]
+    publish(directory, "interference", facts, tables, said)
     return 0
 
 
@@ -156,7 +163,7 @@ def step_clocks(clock: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
     }
 
 
-def ratio_table(found: Interference) -> ResultTable:
+def ratio_table(found: Interference, variant: Preprocessing) -> ResultTable:
     """The ratios beside their budget. The sum sees what the median does not: most steps meet no production."""
     ratio = found.ratio
     rows = [
@@ -165,7 +172,8 @@ def ratio_table(found: Interference) -> ResultTable:
         _ratio_row("of summed steps, less waits for a core", found.ratio_on_core.total),
     ]
     return ResultTable(
-        f"A-steps while the pipeline works, over those while it is off: {ratio.num_pairs} pairs of blocks, "
+        f"Preprocessing in a {variant}: A-steps while the pipeline works, over those while it is off: "
+        f"{ratio.num_pairs} pairs of blocks, "
         f"{ratio.num_steps} steps each",
         ("ratio", "measured", "upper 95 %", f"budget {BUDGET}"),
         tuple(rows),
@@ -180,7 +188,7 @@ def _ratio_row(
     return name, f"{found.value:.4f}{spread}", f"{found.upper_95:.4f}", said
 
 
-def clock_table(found: Interference) -> ResultTable:
+def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
     """Where a step's time goes, off and on: mean of each block, median (quartiles) over the blocks."""
     rows = []
     for name, words in _CLOCKS.items():
@@ -188,23 +196,23 @@ def clock_table(found: Interference) -> ResultTable:
         cells = (Spread.of(values).words(2, 1e3) for values in (found.off[name], found.on[name], more))
         rows.append((words, *cells))
     return ResultTable(
-        "Milliseconds of a compared step: mean of each block, median (quartiles) over the blocks",
+        f"Preprocessing in a {variant}: milliseconds of a compared step, mean of each block, median (quartiles) over "
+        "the blocks",
         ("", "off", "on", "on less off, pair by pair"),
         tuple(rows),
     )
 
 
 def notes(found: Interference) -> list[str]:
-    """What was working while it was on, and what of its cost is that it is a thread."""
+    """What was working while it was on, and what of its cost is the interpreter's lock."""
     blocked = Spread.of([on - off for on, off in zip(found.on["blocked"], found.off["blocked"], strict=True)])
     off = Spread.of(found.off["wall"])
     return [
         f"While it was on: {found.num_b_steps} of {found.num_b_wanted} wanted B steps ran; "
-        f"{found.num_rollouts} rollouts in the whole run; all threads but the main one used "
-        f"{found.others_per_step * 1e3:.1f} ms per step, B steps among them.",
-        "What a process in the thread's place would have to beat: the main thread was blocked "
+        f"{found.num_rollouts} rollouts in the whole run; all threads of the learner but the main one used "
+        f"{found.others_per_step * 1e3:.1f} ms per step, B steps among them. The main thread was blocked "
         f"{blocked.words(1, 1e3)} ms per step more, {blocked.median / off.median:.1%} of a step, most of it for the "
-        "interpreter's lock. A process would save that and add what it costs to hand packs over.",
+        "interpreter's lock.",
     ]
 
 
@@ -212,8 +220,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="swift-stage2 bench interference",
         description="A-steps while channel B's pipeline works against A-steps while it is off, in one run beside a "
-        "server that waits and does not compute. Takes roughly 5 minutes on two cores. Exit status 0: everything was "
-        "measured.",
+        "server that waits and does not compute. Takes roughly 5 minutes on two cores per place of "
+        "preprocessing. Exit status 0: everything was measured.",
     )
     parser.add_argument("--pairs", type=int, default=_PAIRS, help="pairs of blocks (default %(default)s)")
     parser.add_argument(
@@ -230,6 +238,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         metavar="MS",
         help="the learner's sys.setswitchinterval, at most 5 (default: as the learner sets it, 0.5)",
+    )
+    parser.add_argument(
+        "--preprocessing",
+        type=_variants,
+        default=tuple(Preprocessing),
+        metavar="WHERE,…",
+        help="process, thread, or both, one job each (default: both)",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench-interference"), metavar="DIR")
     parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
@@ -249,3 +264,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "leave it out"
         )
     return options
+
+
+def _variants(text: str) -> tuple[Preprocessing, ...]:
+    try:
+        return tuple(dict.fromkeys(Preprocessing(name) for name in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be process, thread or process,thread, got {text!r}"
+        ) from error

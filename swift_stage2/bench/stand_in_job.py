@@ -15,7 +15,7 @@ from typing import Any
 from swift_stage2.bench.cores import split_cores, started_on
 from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.thread_times import CLOCK_FILE, CLOCK_NAME, DIRECTORY_VARIABLE
-from swift_stage2.config import load_config
+from swift_stage2.config import Preprocessing, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, config_of, free_ports
@@ -40,6 +40,7 @@ class Arm:
     """Besides the clock."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
     """What differs from the demo's section ``prefetch``."""
+    preprocessing: Preprocessing = Preprocessing.PROCESS
     swift: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,6 +119,7 @@ def write_arm_config(arm: Arm) -> Path:
     config["launch"].pop("servers", None)
     if arm.b_ratio > 0:
         config["stage2_ab"]["channel_b"]["prefetch"] |= arm.prefetch
+        config["stage2_ab"]["channel_b"]["preprocessing"] = arm.preprocessing.value
         # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
         config["rollout"]["sync"] = {"timeout_s": 60.0, "proof": "checksum"}
     job.directory.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from swift_stage2.bench.stand_in_job import Arm, ArmRecords, write_arm_config
 from swift_stage2.bench.stand_in_server import SPREAD, drawn_latency
 from swift_stage2.bench.switched_blocks import SwitchedBlocks, is_on
 from swift_stage2.bench.thread_times import read_times
-from swift_stage2.config import Proof, load_config
+from swift_stage2.config import Preprocessing, Proof, load_config
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.scheduling.bresenham import wants_channel_b
 
@@ -73,15 +73,15 @@ def test_the_difference_is_split_into_core_queue_and_blocked_time() -> None:
     expected = {"wall": 0.020, "main": 0.005, "queued": 0.005, "blocked": 0.010, "others": 0.009}
     assert more == pytest.approx(expected, abs=1e-6)
     assert (found.num_b_steps, found.num_b_wanted, found.num_rollouts) == (20, 20, 7)
-    assert "missed" in ratio_table(found).rows[0][-1]
-    assert "10.00" in clock_table(found).rows[3][-1]
+    assert "missed" in ratio_table(found, Preprocessing.THREAD).rows[0][-1]
+    assert "10.00" in clock_table(found, Preprocessing.THREAD).rows[3][-1]
     assert "20 of 20 wanted B steps" in notes(found)[0]
     assert "others_per_step" in asdict(found)
 
 
 def test_a_budget_that_holds_says_so_for_the_value_and_for_its_bound() -> None:
     found = interference_of(_records(off_s=0.2, on_s=0.202), BLOCKS)
-    assert ratio_table(found).rows[0][-1] == "held; bound held"
+    assert ratio_table(found, Preprocessing.THREAD).rows[0][-1] == "held; bound held"
 
 
 def test_a_run_in_which_channel_b_never_ran_measured_nothing() -> None:
