@@ -219,10 +219,10 @@ def _end_with(parent: int) -> None:
 
 def main(descriptor: int, parent: int) -> None:
     """Serves the rank ``parent`` over the socket ``descriptor``."""
+    _end_with(parent)
     # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with(parent)
     with Connection(descriptor) as connection:
         try:
             serve(connection)

@@ -11,11 +11,14 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import torch
 from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 
 from swift_stage2.trainer import Stage2Trainer
+
+WORKER = "swift_stage2.channel_b.preprocessing_worker"
 
 
 def _digest(tensor):
@@ -90,6 +93,10 @@ def _inject(trainer, step):
     if name in signal.Signals.__members__ and (not block or trainer.latest_b >= step - step % int(block)):
         os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.Signals[name])
+    if fault == "kill_preprocessing":
+        os.environ["INJECT"] = ""
+        (worker,) = [child for child in psutil.Process().children() if WORKER in " ".join(child.cmdline())]
+        worker.kill()
     if fault == "raise" and step == int(at):
         raise ValueError(f"what only rank {rank} meets")
     if fault == "nan" and step == int(at):

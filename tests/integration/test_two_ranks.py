@@ -317,3 +317,17 @@ def test_an_error_that_one_rank_meets_in_its_step_ends_the_other_and_loses_no_sa
     steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
     assert steps == [8, 8]  # rank 0 did not get past the decision that rank 1 never came to
     assert account_of(read_ledgers([directory])).is_balanced
+
+
+def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_sample(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    directory = tmp_path / "killed_preprocessing"
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 400})
+    run = run_learner(config, directory, ranks=2, inject="1:8:kill_preprocessing")
+    assert run.status == 1
+    assert "was killed by SIGKILL when told to" in run.output
+    assert "PipelineFailed" in run.output
+    steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
+    assert steps[0] == steps[1] >= 8
+    assert account_of(read_ledgers([directory])).is_balanced
