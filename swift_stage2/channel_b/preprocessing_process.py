@@ -133,7 +133,7 @@ class ProcessPreprocessor:
 
     def _receive(self) -> Any:
         try:
-            reply: Reply = self._connection.recv()
+            reply: Reply = self._connection.recv()  # deadline: SO_RCVTIMEO
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
         for name, start_ns, end_ns in reply.intervals:

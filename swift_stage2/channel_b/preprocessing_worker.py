@@ -149,7 +149,7 @@ def serve(connection: Connection) -> None:
     """Answers until the rank closes its end."""
     intervals = _Intervals()
     try:
-        worker = _set_up(connection.recv(), intervals)
+        worker = _set_up(connection.recv(), intervals)  # deadline: the rank's life
     except EOFError:
         return
     except Exception as error:  # told to the rank, which ends its run with it
@@ -158,7 +158,7 @@ def serve(connection: Connection) -> None:
     connection.send(Reply(None))
     while True:
         try:
-            message = connection.recv()
+            message = connection.recv()  # deadline: the rank's life
         except EOFError:
             return
         _answer(connection, worker, message, intervals)
@@ -192,7 +192,9 @@ def _answer(connection: Connection, worker: Worker, message: Any, intervals: _In
                 return
             case _:
                 raise TypeError(f"no message of this protocol: {message!r}")
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # told to the rank, whose pipeline fails with it; of a Forget with its next message
         found = _failure(error)
     connection.send(Reply(found, intervals.take()))
     if descriptor is not None:
