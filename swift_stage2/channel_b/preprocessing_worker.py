@@ -192,9 +192,7 @@ def _answer(connection: Connection, worker: Worker, message: Any, intervals: _In
                 return
             case _:
                 raise TypeError(f"no message of this protocol: {message!r}")
-    except (
-        Exception
-    ) as error:  # told to the rank, whose pipeline fails with it; of a Forget with its next message
+    except Exception as error:  # told to the rank, which fails with it (after a Forget: when it asks next)
         found = _failure(error)
     connection.send(Reply(found, intervals.take()))
     if descriptor is not None:
