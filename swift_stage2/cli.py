@@ -1,6 +1,7 @@
 """``swift-stage2 COMMAND``: finds the command, imports only what it needs, turns a user's mistake into one line.
 
-Exit status: 0 done, 2 the user's mistake, 70 a weight push that hung, 130 interrupted, else the command's own.
+Exit status: 0 done, 2 the user's mistake, 70 a weight push that hung, 130 interrupted, 141 cut because nobody reads
+its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the command's own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from swift_stage2 import __version__
+from swift_stage2 import __version__, standard_output
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
+_UNREAD = 141
 
 # Commands with a parser of their own: module with main(argv), what it is for.
 _OWN_PARSER = {
@@ -49,6 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USER_MISTAKE
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:
+        if not standard_output.has_lost_its_reader():
+            raise
+        return _UNREAD
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # how rich's console gives up, with status 1
+            return _UNREAD
+        raise
+    finally:
+        standard_output.let_go()
 
 
 def _run(arguments: list[str]) -> int:
@@ -92,7 +104,7 @@ def _train(config_path: str) -> int:
     status = as_rank(work)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
-        sys.stdout.flush()
+        standard_output.let_go()
         sys.stderr.flush()
         os._exit(status)
     return status

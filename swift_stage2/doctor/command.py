@@ -27,6 +27,7 @@ from swift_stage2.doctor.configuration import check_accumulation, check_configur
 from swift_stage2.doctor.examination import Checked, Examination
 from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
+from swift_stage2.standard_output import let_go
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.data import Samples
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status_code = EXIT_FAILED if exam.num_failed else 0
     _show(exam, options, status_code)
     if hung:  # a thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever
-        sys.stdout.flush()
+        let_go()
         sys.stderr.flush()
         _end_process(status_code)
     return status_code

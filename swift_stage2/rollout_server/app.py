@@ -20,6 +20,7 @@ from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.server_children import ServerChildren
 from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.standard_output import let_go
 
 _log = logging.getLogger(__name__)
 _EXIT_USER_ERROR = 2
@@ -46,7 +47,7 @@ def serve(command: ServerCommand) -> int:
             status = _serve(command, listener)
     # All is closed. What vLLM has imported and started takes many seconds to tear down, and may hang in it.
     logging.shutdown()
-    sys.stdout.flush()
+    let_go()
     sys.stderr.flush()
     os._exit(status)
 

@@ -1,0 +1,32 @@
+"""Standard output whose reader may leave before the command ends, as ``| head`` does."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+
+_STDOUT = 1
+
+
+def has_lost_its_reader() -> bool:
+    """Whether stdout is a pipe or socket that nobody can read any more."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)  # errors are told without being asked for
+    return bool(poll.poll(0))
+
+
+def let_go() -> None:
+    """Writes what is buffered; without a reader it is thrown away, so that the interpreter's own flush cannot fail.
+
+    Raises:
+        OSError: it cannot be written for another reason.
+    """
+    if sys.stdout is None:  # the process was started without one
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _STDOUT)
+        os.close(nowhere)

@@ -1,0 +1,110 @@
+"""Commands whose output nobody reads: a real process, and a pipe whose reading end is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from ledger_run import LedgerRun
+
+from swift_stage2 import cli
+
+CUT = 128 + signal.SIGPIPE
+
+
+def run_unread(*arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
+    return python_unread("-m", "swift_stage2", *arguments, unbuffered=unbuffered)
+
+
+def python_unread(*arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            env=environment | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {}),
+        )
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_report_that_nobody_reads_is_cut_quietly(tmp_path: Path, unbuffered: bool) -> None:
+    """Also by rich's console, which would end it with 1: not balanced."""
+    LedgerRun(tmp_path).train_drawn(2)
+    ended = run_unread("report", str(tmp_path), unbuffered=unbuffered)
+    assert (ended.returncode, ended.stderr) == (CUT, "")
+
+
+def test_print_is_cut_quietly_as_well(tmp_path: Path) -> None:
+    LedgerRun(tmp_path).train_drawn(2)
+    ended = run_unread("report", str(tmp_path), "--json", unbuffered=True)
+    assert (ended.returncode, ended.stderr) == (CUT, "")
+
+
+def test_a_doctor_that_nobody_reads_is_cut_quietly(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 2}}\n")
+    ended = run_unread("doctor", str(tmp_path / "run.yaml"))
+    assert (ended.returncode, ended.stderr) == (CUT, "")
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("report", "--help")])
+def test_a_command_that_outlives_its_output_keeps_its_status(
+    arguments: tuple[str, ...], unbuffered: bool
+) -> None:
+    """Not the interpreter's 120 for what it could not flush."""
+    ended = run_unread(*arguments, unbuffered=unbuffered)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    code = (
+        "import sys, types\n"
+        "from swift_stage2 import cli\n"
+        "module = types.ModuleType('swift_stage2.trainer')\n"
+        "module.train = lambda config_path: print('step 1') or 7\n"
+        "sys.modules[module.__name__] = module\n"
+        f"sys.exit(cli.main(['train', {str(tmp_path / 'run.yaml')!r}]))\n"
+    )
+    ended = python_unread("-c", code)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(config_path: str) -> int:
+        raise BrokenPipeError("a server's")
+
+    file = tmp_path / "run.yaml"
+    file.write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    module = types.ModuleType("swift_stage2.trainer")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "swift_stage2.trainer", module)
+    with pytest.raises(BrokenPipeError, match="a server's"):
+        cli.main(["train", str(file)])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    LedgerRun(tmp_path).train_drawn(2)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "swift_stage2", "report", str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    assert ended.returncode not in (0, CUT)
+    assert "No space left on device" in ended.stderr
