@@ -219,7 +219,9 @@ class Telemetry:
         if self._board is not None:
             self._flush_plans()
             self._board.close()
-        self.clock.switch(self.clock.current)  # ends the last interval
+        self.clock.end_interval()
+        if self._queue_limit is not None:
+            self.pipeline.clock.end_interval()
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
         self._tell(lambda live: live.close())
 

@@ -63,6 +63,11 @@ class IntervalClock(Generic[ActivityT]):
             self._begin(activity)
             return True
 
+    def end_interval(self) -> None:
+        """End the current interval, so that ``on_closed`` gets it too; the actor goes on with what it does."""
+        with self._lock:
+            self._begin(self._current)
+
     def totals_ns(self) -> dict[ActivityT, int]:
         """Nanoseconds per activity until now. Their sum is the wall time exactly."""
         with self._lock:

@@ -139,14 +139,17 @@ def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run
         names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
         spans = [(names[e["tid"]], e) for e in trace["traceEvents"] if e["ph"] == "X"]
         last = long_run.audit(rank, "metrics")[-1]
+        ends = []
         for actor, totals in (("learner", last["activity_ns"]), ("pipeline", last["pipeline_ns"])):
             intervals = [event for track, event in spans if track == actor]
             for one, following in itertools.pairwise(intervals):
                 assert one["ts"] + one["dur"] == pytest.approx(following["ts"], abs=1.0)
+            ends.append(intervals[-1]["ts"] + intervals[-1]["dur"])
             for activity in ("busy", "syncing", "asking", "preparing"):
                 if activity in totals:
                     traced_us = sum(event["dur"] for event in intervals if event["name"] == activity)
                     assert traced_us == pytest.approx(totals[activity] / 1000, rel=1e-6, abs=1.0)
+        assert ends[0] == pytest.approx(ends[1], abs=1e5), "both actors are told to the end"
         kinds = {event["name"] for _, event in spans}
         assert {
             "micro_step",

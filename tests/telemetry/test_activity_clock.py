@@ -86,7 +86,7 @@ def test_closed_intervals_tile_the_time_line(start: int, steps: list[tuple[Activ
         clock.switch(activity)
         ticks.now_ns += duration
         clock.totals_ns()
-    clock.switch(clock.current)
+    clock.end_interval()
     assert all(begin < end for _, begin, end in closed)
     edges = [edge for _, begin, end in closed for edge in (begin, end)]
     if closed:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -17,7 +18,7 @@ from swift_stage2.pinned_evaluation import EvaluationRecord
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import LiveView, Telemetry, read_audit
-from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.activity import Activity, PipelineActivity
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
@@ -371,6 +372,28 @@ def test_the_trace_holds_activities_and_stages(tmp_path: Path) -> None:
     telemetry.close()
     events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
     assert {"syncing", "POST", "prepare", "pack"} <= {event["name"] for event in events}
+
+
+def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
+    telemetry.clock.switch("busy")
+    telemetry.pipeline.enter(PipelineActivity.READING)
+    telemetry.pipeline.enter(PipelineActivity.IDLE)
+    telemetry.close()
+    for actor, clock, names in (
+        ("learner", telemetry.clock, ["other", "busy"]),
+        ("pipeline", telemetry.pipeline.clock, ["idle", "reading", "idle"]),
+    ):
+        spans = [span for span in telemetry.trace.spans if span.track == actor]
+        assert [span.name for span in spans] == names
+        assert all(one.end_ns == following.start_ns for one, following in itertools.pairwise(spans))
+        assert sum(span.end_ns - span.start_ns for span in spans) == clock.wall_ns
+
+
+def test_a_run_without_channel_b_traces_no_pipeline(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, trace=True)
+    telemetry.close()
+    assert {span.track for span in telemetry.trace.spans} == {"learner"}
 
 
 def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
