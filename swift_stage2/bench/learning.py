@@ -139,7 +139,7 @@ def _train_arm(children: ChildRuns, job: DemoJob) -> DemoJob:
 
 
 def _arm(job: DemoJob, result: DetectionScore) -> Arm:
-    summary = summarise(job.run_dir / "audit")
+    summary = summarise(job.run_dir)
     return Arm(
         b_ratio=job.b_ratio,
         seed=job.seed,

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error("demo", error)
         return _FAILED
     outcome = DemoOutcome(
-        summary=summarise(job.run_dir / "audit"),
+        summary=summarise(job.run_dir),
         before=before,
         after=after,
         num_steps_wanted=job.num_steps,

@@ -1,7 +1,7 @@
 """``swift-stage2 report RUN_DIR``: reads what a run left behind and tells how it went, on one page and in the terminal.
 
     command            options, files, exit status
-    run_data           reads audits, ledgers and matches; leaves out what a resume made void
+    run_data           reads audits, ledgers and matches; what steps and rounds add up to is telemetry's summary
     steps_over_time    what each step cost    matches, fates   checked rollouts, and what became of them
     verdict, advice    how fast, how fast at best, what binds, which knob would help; from work
     drift, quality     how matches grow old, how good they were    selection   whom the run trained

@@ -22,6 +22,7 @@ from swift_stage2.report.verdict import Speed, slowest
 from swift_stage2.report.verdict_section import verdict_section
 from swift_stage2.report.work import course_of, knobs_of, works_of
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.summary import summary_of
 
 GALLERY_KEY = "gallery"
 
@@ -47,18 +48,19 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
     """Computes the whole report; opens at most ``gallery_size`` images."""
     account = account_of(run.ledgers) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
-    works, course, knobs = works_of(run), course_of(run), knobs_of(run)
+    summary = summary_of(run.ranks)
+    works, course, knobs = works_of(run), course_of(run, summary), knobs_of(run)
     speed = slowest(works)
     comparisons = compare([draw for history in run.histories.values() for draw in draws_of(history)])
     fates = {rank: fates_of(history) for rank, history in run.histories.items()}
     gallery = gallery_of(matches, fates, gallery_size)
     sections = (
         verdict_section(works, course, knobs),
-        steps_section(run, course),
+        steps_section(run, summary),
         time_section(run, speed.rank if isinstance(speed, Speed) else 0),
-        queue_section(run, knobs),
-        drops_section(run),
-        rounds_section(run),
+        queue_section(run, knobs, summary),
+        drops_section(summary),
+        rounds_section(run, summary),
         quality_section(run, matches),
         drift_section(run, matches),
         selection_section(comparisons),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from swift_stage2.report.content import (
@@ -21,23 +20,17 @@ from swift_stage2.report.content import (
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.steps_over_time import thinned
 from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.summary import RunSummary
 
 
-def rounds_section(run: RunData) -> Section:
+def rounds_section(run: RunData, summary: RunSummary) -> Section:
     """Every phase of the sync rounds."""
     rounds = run.first.rounds if run.first else []
     if not rounds:
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
-    servers = [server for record in rounds for server in record["servers"].values()]
-    facts = {
-        "committed": number(sum(record["committed"] for record in rounds)),
-        "failed": number(sum(not record["committed"] for record in rounds)),
-    }
-    proofs = Counter(
-        f"servers proven by {server['proof']}" if server["proven"] else f"server failed: {server['error']}"
-        for server in servers
-    )
-    facts |= {name: number(count) for name, count in proofs.most_common()}
+    facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
+    facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
+    facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
     by_phase = _phases(rounds)
     rows = tuple(
         (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from itertools import accumulate
 
 from swift_stage2.report.content import (
@@ -20,43 +18,35 @@ from swift_stage2.report.content import (
     series_of,
     share,
 )
-from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.run_data import RankRecords, RunData
+from swift_stage2.report.course import Knobs
+from swift_stage2.report.run_data import RunData
 from swift_stage2.report.steps_over_time import sampled, thinned
-
-_PLAN = ("channel", "wants_b", "skip_reason", "version")
-_DROPS = (
-    "packs_dropped_stale",
-    "packs_dropped_oldest",
-    "segments_dropped_stale",
-    "rollouts_failed",
-    "rollouts_aborted",
-)
-_DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
+from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.summary import RunSummary
 
 
-def steps_section(run: RunData, course: Course) -> Section:
+def steps_section(run: RunData, summary: RunSummary) -> Section:
     """What was wanted and what ran."""
     rows = {
-        "optimizer steps": number(course.num_steps),
-        "B wanted": number(course.num_b_wanted),
-        "B run": f"{course.num_b_run}{share(course.num_b_run, course.num_b_wanted)}",
-        "B skipped": number(sum(course.skips.values())),
+        "optimizer steps": number(summary.num_steps),
+        "B wanted": number(summary.num_b_wanted),
+        "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
+        "B skipped": number(sum(summary.skips.values())),
     }
-    rows |= {f"B skipped: {reason}": number(count) for reason, count in course.skips.items()}
-    lost = sum(records.num_lost for records in run.ranks)
+    rows |= {f"B skipped: {reason}": number(count) for reason, count in summary.skips.items()}
+    differing, lost = summary.num_disagreements, summary.num_records_lost
     parts: list[Part | None] = [
         pairs("Steps", rows),
         Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
-        if (differing := _disagreements(run.ranks))
+        if differing
         else None,
         Sentence(f"{lost} records of the audit were lost to a full disk.", Tone.WARN) if lost else None,
-        _wanted_and_run(run.first) if run.first and course.num_b_wanted else None,
+        _wanted_and_run(run.first) if run.first and summary.num_b_wanted else None,
     ]
     return Section("steps", "What was wanted and what ran", filled(parts))
 
 
-def queue_section(run: RunData, knobs: Knobs) -> Section:
+def queue_section(run: RunData, knobs: Knobs, summary: RunSummary) -> Section:
     """Ready packs and the age of what was trained."""
     numbers = sorted({number for records in run.ranks for number in records.steps})
     every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
@@ -65,7 +55,8 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
         (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
     ]
     limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
-    counts = pairs("Version lag of trained packs", _lag_rows(run.ranks), ("versions behind", "packs"))
+    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    counts = pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
     parts: list[Part | None] = [
         Chart(
             key="queue",
@@ -97,14 +88,10 @@ def queue_section(run: RunData, knobs: Knobs) -> Section:
     return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
 
 
-def drops_section(run: RunData) -> Section:
+def drops_section(summary: RunSummary) -> Section:
     """What was lost on the way, by cause."""
-    totals: dict[str, float] = {}
-    for records in run.ranks:
-        for name, total in (records.metrics[-1]["numbers"] if records.metrics else {}).items():
-            if total and (name in _DROPS or name.startswith(_DROP_FAMILIES)):
-                totals[name] = totals.get(name, 0) + total
-    table = pairs("Dropped, over all ranks", {name: number(total) for name, total in totals.items()})
+    rows = {name: number(total) for name, total in summary.drops.items()}
+    table = pairs("Dropped, over all ranks", rows)
     return Section("drops", "Drops", filled([table]) or (Sentence("Nothing was dropped.", Tone.GOOD),))
 
 
@@ -123,27 +110,4 @@ def _wanted_and_run(first: RankRecords) -> Chart:
             series_of("wanted", Mark.STAIRS, sampled(list(zip(places, wanted, strict=True)))),
             series_of("run", Mark.STAIRS, sampled(list(zip(places, ran, strict=True)))),
         ),
-    )
-
-
-def _lag_rows(ranks: Sequence[RankRecords]) -> dict[str, str]:
-    lags = Counter(
-        step["version"] - pack["version"]
-        for records in ranks
-        for step in records.steps.values()
-        for pack in step["packs"]
-    )
-    return {str(lag): number(count) for lag, count in sorted(lags.items())}
-
-
-def _disagreements(ranks: Sequence[RankRecords]) -> int:
-    first, *others = ranks or [RankRecords(0)]
-    return sum(
-        any(
-            step[name] != other.steps[number][name]
-            for other in others
-            if number in other.steps
-            for name in _PLAN
-        )
-        for number, step in first.steps.items()
     )

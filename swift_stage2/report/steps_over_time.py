@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from swift_stage2.report.run_data import RankRecords
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.rank_records import RankRecords
 
 MOST_POINTS = 300
 _TRAINING = (Activity.BUSY, Activity.WAITING)

@@ -17,9 +17,10 @@ from swift_stage2.report.content import (
     series_of,
     share,
 )
-from swift_stage2.report.run_data import RankRecords, RunData
+from swift_stage2.report.run_data import RunData
 from swift_stage2.report.steps_over_time import pipeline_seconds, seconds_by_activity, thinned
 from swift_stage2.telemetry.activity import NANOSECONDS
+from swift_stage2.telemetry.rank_records import RankRecords
 
 
 def time_section(run: RunData, shown_rank: int) -> Section:

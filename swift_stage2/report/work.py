@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 
 from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.run_data import RankRecords, RunData
+from swift_stage2.report.run_data import RunData
 from swift_stage2.report.steps_over_time import pipeline_seconds, syncing_seconds, trained_steps
 from swift_stage2.report.verdict import RankWork
 from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.summary import RunSummary
 
 
 def works_of(run: RunData) -> list[RankWork]:
@@ -17,27 +18,18 @@ def works_of(run: RunData) -> list[RankWork]:
     return [_work(records) for records in run.ranks]
 
 
-def course_of(run: RunData) -> Course:
-    """What happened, as the lowest rank tells it where all ranks tell the same."""
-    first = run.first or RankRecords(0)
-    steps = list(first.steps.values())
-    servers = [server for record in first.rounds for server in record["servers"].values()]
-    errors = Counter(str(server["error"]) for server in servers if not server["proven"])
-    numbers = [records.metrics[-1]["numbers"] for records in run.ranks if records.metrics]
+def course_of(run: RunData, summary: RunSummary) -> Course:
+    """What happened, as the summary counts it."""
+    errors, totals = summary.server_errors, summary.totals
     return Course(
-        num_steps=len(steps),
-        num_b_wanted=sum(step["wants_b"] for step in steps),
-        num_b_run=sum(step["channel"] == "B" for step in steps),
-        skips=dict(Counter(step["skip_reason"] for step in steps if step["skip_reason"]).most_common()),
-        num_stale=int(
-            sum(
-                found.get("packs_dropped_stale", 0) + found.get("segments_dropped_stale", 0)
-                for found in numbers
-            )
-        ),
-        num_rounds=len(first.rounds),
-        num_servers_failed=errors.total(),
-        main_server_error=errors.most_common(1)[0][0] if errors else None,
+        num_steps=summary.num_steps,
+        num_b_wanted=summary.num_b_wanted,
+        num_b_run=summary.num_b_run,
+        skips=summary.skips,
+        num_stale=int(totals["packs_dropped_stale"] + totals["segments_dropped_stale"]),
+        num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
+        num_servers_failed=sum(errors.values()),
+        main_server_error=next(iter(errors), None),
         post_steps=_post_steps(run),
     )
 

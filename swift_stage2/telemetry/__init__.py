@@ -9,7 +9,8 @@
     interval_clock, activity, spans   where the time goes
     facts              what is read of the records of other modules
     audit, tensorboard, chart_layout, live_view, live_state  the ways out
-    summary, summary_table   from a finished audit back to answers
+    rank_records       what counts of finished audits, rank by rank
+    summary, summary_table   from them back to answers
     run_progress       from a growing one to the live view
     match_log          whole matches of a few rows
     ledger             every sample's life

@@ -1,7 +1,7 @@
 """Turns the audit of a finished, killed or running run into answers: what was wanted, what ran, where time went.
 
-Pure apart from reading files. A resumed run's records that its checkpoint did not cover are left out, as the
-counters leave them out. Called by ``demo`` and ``report``.
+The only place that counts them: the demo's table and the report's sections show the same numbers. Pure, but for
+``summarise``, which reads the files.
 """
 
 from __future__ import annotations
@@ -9,15 +9,22 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.activity import NANOSECONDS
-from swift_stage2.telemetry.audit import GAP, Record, read_audit
+from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
+from swift_stage2.telemetry.rank_records import RankRecords, read_ranks
 
-_DROPS = ("packs_dropped_stale", "packs_dropped_oldest", "segments_dropped_stale", "rollouts_failed")
+_DROPS = (
+    "packs_dropped_stale",
+    "packs_dropped_oldest",
+    "segments_dropped_stale",
+    "rollouts_failed",
+    "rollouts_aborted",
+)
 _DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
 
 
@@ -74,49 +81,29 @@ class RunSummary:
     """Audit records that a full disk did not take."""
 
 
-@dataclass(slots=True)
-class _RankRecords:
-    """One rank's records as far as they count."""
-
-    rank: int
-    steps: dict[int, Record] = field(default_factory=dict)
-    rounds: list[Record] = field(default_factory=list)
-    metrics: Record | None = None
-    num_lost: int = 0
-
-    def take(self, record: Record) -> None:
-        match record["kind"]:
-            case "step":
-                self.steps[record["step"]] = record
-            case "round":
-                self.rounds.append(record)
-            case "metrics":
-                self.metrics = record
-            case "start":
-                self._void_from(record["step"])
-            case kind if kind == GAP:
-                self.num_lost += record["records_lost"]
-
-    def _void_from(self, step: int) -> None:
-        self.steps = {number: record for number, record in self.steps.items() if number < step}
-        self.rounds = [record for record in self.rounds if record["step"] < step]
-
-
-def summarise(audit_dir: Path) -> RunSummary:
-    """Read every rank's file under ``audit_dir``.
+def summarise(run_dir: Path) -> RunSummary:
+    """Read every rank's audit of one run.
 
     Raises:
         UserError: there is no audit, or one of its files cannot be read.
     """
-    ranks = [_read_rank(path) for path in sorted(audit_dir.glob("rank*.jsonl"))]
+    ranks = read_ranks([run_dir])
     if not ranks:
         raise UserError(
-            f"a summary needs the audit of a run, got audit_dir={audit_dir} without rank*.jsonl; "
-            "name the directory audit/ of a run that had telemetry.audit: true"
+            f"a summary needs the audit of a run, got run_dir={run_dir} without audit/rank*.jsonl; "
+            "name the directory of a run that had telemetry.audit: true"
         )
-    ranks.sort(key=lambda rank: rank.rank)
-    steps, totals = ranks[0].steps.values(), _totals(ranks)
-    servers = [server for record in ranks[0].rounds for server in record["servers"].values()]
+    return summary_of([ranks[rank] for rank in sorted(ranks)])
+
+
+def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
+    """Everything that is counted of a run, from its ranks in order; of nothing without any.
+
+    What is equal on all ranks is the first one's.
+    """
+    first, totals = ranks[0] if ranks else RankRecords(0), _totals(ranks)
+    steps = first.steps.values()
+    servers = [server for record in first.rounds for server in record["servers"].values()]
     return RunSummary(
         num_ranks=len(ranks),
         num_steps=len(steps),
@@ -128,36 +115,23 @@ def summarise(audit_dir: Path) -> RunSummary:
         totals=totals,
         drops=_drops(totals),
         ratios=_ratios(totals),
-        num_rounds_committed=sum(record["committed"] for record in ranks[0].rounds),
-        num_rounds_failed=sum(not record["committed"] for record in ranks[0].rounds),
-        round_seconds=_spread([record["seconds"] for record in ranks[0].rounds]),
-        phase_seconds=_phases(ranks[0].rounds, servers),
+        num_rounds_committed=sum(record["committed"] for record in first.rounds),
+        num_rounds_failed=sum(not record["committed"] for record in first.rounds),
+        round_seconds=_spread([record["seconds"] for record in first.rounds]),
+        phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),
         server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
-        activity=tuple(_activity(rank.rank, rank.metrics) for rank in ranks if rank.metrics),
+        activity=tuple(_activity(rank.rank, rank.metrics[-1]) for rank in ranks if rank.metrics),
         num_records_lost=sum(rank.num_lost for rank in ranks),
     )
-
-
-def _read_rank(path: Path) -> _RankRecords:
-    try:
-        records = read_audit(path)
-        rank = _RankRecords(int(path.stem.removeprefix("rank")))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"an audit file is rank<number>.jsonl and can be read, got path={path}: {error}"
-        ) from error
-    for record in records:
-        rank.take(record)
-    return rank
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
 
 
-def _disagreements(ranks: Sequence[_RankRecords]) -> int:
-    first, *others = ranks
+def _disagreements(ranks: Sequence[RankRecords]) -> int:
+    first, *others = ranks or [RankRecords(0)]
     plan = ("channel", "wants_b", "skip_reason", "version")
     return sum(
         any(
@@ -170,7 +144,7 @@ def _disagreements(ranks: Sequence[_RankRecords]) -> int:
     )
 
 
-def _lags(ranks: Sequence[_RankRecords]) -> dict[int, int]:
+def _lags(ranks: Sequence[RankRecords]) -> dict[int, int]:
     lags = Counter(
         step["version"] - pack["version"]
         for rank in ranks
@@ -180,9 +154,9 @@ def _lags(ranks: Sequence[_RankRecords]) -> dict[int, int]:
     return dict(sorted(lags.items()))
 
 
-def _totals(ranks: Sequence[_RankRecords]) -> dict[str, float]:
+def _totals(ranks: Sequence[RankRecords]) -> dict[str, float]:
     """From each rank's last metrics record; what is the same on every rank counts once."""
-    numbers = [rank.metrics["numbers"] for rank in ranks if rank.metrics]
+    numbers = [rank.metrics[-1]["numbers"] for rank in ranks if rank.metrics]
     return {
         metric.name: sum(
             rank.get(metric.name, 0) for rank in (numbers[:1] if metric.merge is Merge.SAME else numbers)

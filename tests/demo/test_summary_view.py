@@ -37,7 +37,7 @@ def _summary(run_dir: Path, num_skipped: int) -> RunSummary:
             plan = _plan(number, num_skipped)
             telemetry.record_step(step(number, plan, packs=(pack(),) if plan.channel is Channel.B else ()))
         telemetry.close()
-    return summarise(run_dir / "audit")
+    return summarise(run_dir)
 
 
 def _outcome(summary: RunSummary) -> DemoOutcome:

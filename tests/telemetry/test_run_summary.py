@@ -38,14 +38,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_what_was_wanted_and_what_ran(run_dir: Path) -> None:
-    summary = summarise(run_dir / "audit")
+    summary = summarise(run_dir)
     assert (summary.num_ranks, summary.num_steps, summary.num_b_wanted, summary.num_b_run) == (2, 6, 4, 2)
     assert summary.skips == {"not_enough_packs": 1, "servers_suspect": 1}
     assert summary.num_disagreements == 0
 
 
 def test_losses_lags_and_quality(run_dir: Path) -> None:
-    summary = summarise(run_dir / "audit")
+    summary = summarise(run_dir)
     assert summary.drops == {"samples_quarantined/too_slow": 2, "packs_dropped_oldest": 2}
     assert summary.lag_counts == {0: 2, 1: 6}
     assert summary.ratios["match/precision"] == 0.75
@@ -55,7 +55,7 @@ def test_losses_lags_and_quality(run_dir: Path) -> None:
 
 
 def test_rounds_by_phase(run_dir: Path) -> None:
-    summary = summarise(run_dir / "audit")
+    summary = summarise(run_dir)
     assert (summary.num_rounds_committed, summary.num_rounds_failed) == (1, 1)
     assert summary.round_seconds is not None
     assert (summary.round_seconds.num, summary.round_seconds.total_s, summary.round_seconds.max_s) == (
@@ -71,7 +71,7 @@ def test_rounds_by_phase(run_dir: Path) -> None:
 
 
 def test_activities_add_up_on_every_rank(run_dir: Path) -> None:
-    summary = summarise(run_dir / "audit")
+    summary = summarise(run_dir)
     assert [rank.rank for rank in summary.activity] == [0, 1]
     for rank in summary.activity:
         assert sum(rank.seconds.values()) == pytest.approx(rank.wall_s, rel=1e-12)
@@ -79,7 +79,7 @@ def test_activities_add_up_on_every_rank(run_dir: Path) -> None:
 
 
 def test_the_table_shows_it(run_dir: Path) -> None:
-    shown = _text(summarise(run_dir / "audit"))
+    shown = _text(summarise(run_dir))
     for text in (
         "B skipped: servers_suspect",
         "2 (50%)",
@@ -97,7 +97,7 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
         telemetry.record_step(step(0))
         telemetry.record_step(step(1, plan))
         telemetry.close()
-    summary = summarise(tmp_path / "audit")
+    summary = summarise(tmp_path)
     assert summary.num_disagreements == 1
     assert _text(summary).count("plans that differ between ranks") == 1
 
@@ -119,7 +119,7 @@ def test_a_killed_process_leaves_a_summary_and_its_lost_steps_do_not_count_twice
     with (tmp_path / "audit" / "rank0.jsonl").open("a") as file:
         file.write('{"kind":"step","step":4,"chan')
 
-    torn = summarise(tmp_path / "audit")
+    torn = summarise(tmp_path)
     assert (torn.num_steps, torn.num_b_run, torn.activity) == (4, 4, ())
 
     resumed = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
@@ -127,7 +127,7 @@ def test_a_killed_process_leaves_a_summary_and_its_lost_steps_do_not_count_twice
     resumed.record_start(2, seed=1)
     resumed.record_step(step(2, PLAN_A))
     resumed.close()
-    summary = summarise(tmp_path / "audit")
+    summary = summarise(tmp_path)
     assert (summary.num_steps, summary.num_b_run) == (3, 2)
     assert summary.num_rounds_committed == 0
     assert (summary.totals["steps"], summary.totals["b_steps_run"]) == (3, 2)
@@ -148,7 +148,7 @@ def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
         {"kind": "gap", "records_lost": 12},
     ]
     (tmp_path / "audit" / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = summarise(tmp_path / "audit")
+    summary = summarise(tmp_path)
     assert summary.num_records_lost == 12
     assert "12" in _text(summary)
 

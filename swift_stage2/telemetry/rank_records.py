@@ -1,0 +1,106 @@
+"""Reads the audits of a run, rank by rank, without what a resume made void.
+
+Works on finished, killed and running runs, and on several directories of one run, oldest first. A resumed run's
+records that its checkpoint did not cover are left out, by step where they have one and else by time, as the
+counters leave them out. Called by the summary and by ``report``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+from swift_stage2.errors import UserError
+from swift_stage2.telemetry.audit import GAP, Record, read_audit
+
+
+@dataclass(slots=True)
+class RankRecords:
+    """One rank's records as far as they count, in the order in which they were written."""
+
+    rank: int
+    steps: dict[int, Record] = field(default_factory=dict)
+    rounds: list[Record] = field(default_factory=list)
+    metrics: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    starts: list[Record] = field(default_factory=list)
+    matches: list[Record] = field(default_factory=list)
+    num_lost: int = 0
+    has_ended: bool = False
+    """Whether the last process came to its orderly end."""
+    void: list[tuple[float, float]] = field(default_factory=list)
+    """Spans of Unix time whose records a resume made void."""
+
+    def take(self, record: Record) -> None:
+        """Adds the next record of the audit."""
+        match record["kind"]:
+            case "start":
+                self._resume(record)
+                self.starts.append(record)
+                self.has_ended = False
+            case "step":
+                self.steps[record["step"]] = record
+            case "round":
+                self.rounds.append(record)
+            case "metrics":
+                self.metrics.append(record)
+                self.has_ended = record["step"] is None
+            case "evaluation":
+                self.evaluations.append(record)
+            case kind if kind == GAP:
+                self.num_lost += record["records_lost"]
+
+    def until(self, time: float) -> RankRecords:
+        """The same without the steps that were planned later."""
+        return replace(
+            self, steps={number: step for number, step in self.steps.items() if step["time"] <= time}
+        )
+
+    def is_void(self, time: float) -> bool:
+        """Whether a record of that moment was made void."""
+        return any(begin <= time < end for begin, end in self.void)
+
+    def _resume(self, start: Record) -> None:
+        step = start["step"]
+        lost = [record["time"] for record in (*self.steps.values(), *self.rounds) if record["step"] >= step]
+        self.steps = {number: record for number, record in self.steps.items() if number < step}
+        self.rounds = [record for record in self.rounds if record["step"] < step]
+        if lost:
+            self.void.append((min(lost), start["time"]))
+            self.metrics = [record for record in self.metrics if record["time"] < min(lost)]
+            self.evaluations = [record for record in self.evaluations if record["time"] < min(lost)]
+
+
+def read_ranks(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:
+    """What counts of every rank's audit; empty without one.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    ranks: dict[int, RankRecords] = {}
+    for rank, records in read_files(run_dirs, "audit"):
+        for record in records:
+            ranks.setdefault(rank, RankRecords(rank)).take(record)
+    return ranks
+
+
+def read_files(run_dirs: Sequence[Path], folder: str) -> Iterator[tuple[int, list[Record]]]:
+    """Rank and records of every file of one folder.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    for path in chain.from_iterable(rank_files(run_dir, folder) for run_dir in run_dirs):
+        try:
+            yield int(path.stem.removeprefix("rank")), read_audit(path)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"a file in {folder}/ is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"
+            ) from error
+
+
+def rank_files(run_dir: Path, folder: str) -> list[Path]:
+    """The ranks' files in one folder of a run."""
+    return sorted((run_dir / folder).glob("rank*.jsonl"))
