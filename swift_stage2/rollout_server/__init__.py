@@ -2,6 +2,7 @@
 
 command_line  which engine, where; the rest is ms-swift's to read     main()
 ├── vllm_package         whether vLLM is installed
+└── server_command       what it asks for
 app       binds, loads, serves, ends              serve()
 └── server_children      nothing that an engine starts outlives the server
 routes    paths, statuses, bearer token           create_app()

@@ -11,12 +11,11 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_server.engine import Engine
+from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
 
 if TYPE_CHECKING:
@@ -29,23 +28,6 @@ _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
 _KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-class LoadingEngine(Engine, Protocol):
-    """An engine that loads in the background from the moment it is made."""
-
-    def wait_loaded(self, timeout_s: float) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """One server to run. ``start_engine`` begins to load and returns at once."""
-
-    host: str
-    port: int  # 0 takes any free one
-    api_key: str | None
-    has_children: bool  # the engine starts processes of its own
-    start_engine: Callable[[], LoadingEngine]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from swift_stage2.bench.faults.switches import INSTALL, INSTALL_SEEN, Switches
 from swift_stage2.rollout_server.app import serve
-from swift_stage2.rollout_server.command_line import LoadingEngine, parse_command
+from swift_stage2.rollout_server.command_line import parse_command
 from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.server_command import LoadingEngine
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 
