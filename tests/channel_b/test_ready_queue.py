@@ -69,6 +69,32 @@ def test_a_reserve_that_fails_purges_but_takes_nothing() -> None:
     assert queue.peek_versions() == (3,)
 
 
+class Watched:
+    """A pack that tells who looked at its version."""
+
+    def __init__(self, name: int, looked_at: set[int]) -> None:
+        self._name, self._looked_at = name, looked_at
+
+    @property
+    def version(self) -> int:
+        self._looked_at.add(self._name)
+        return 3
+
+
+def test_a_queue_without_stale_packs_is_not_looked_through() -> None:
+    looked_at: set[int] = set()
+    queue: ReadyQueue[Watched] = ReadyQueue(101, 1)
+    for name in range(100):
+        queue.offer(Watched(name, looked_at), current_version=3)
+    looked_at.clear()
+    reservation = queue.reserve(2, current_version=4)
+    assert reservation is not None
+    reservation.release()
+    queue.offer(Watched(100, looked_at), current_version=4)
+    assert looked_at == {0, 1, 100}, "only what came in is looked at"
+    assert queue.reserve(1, current_version=5) is None
+
+
 def test_window_zero_keeps_the_current_version_only() -> None:
     queue, _ = filled(window=0)
     for version in (1, 2, 3):
@@ -274,8 +300,8 @@ class QueueAgainstAList(RuleBasedStateMachine):
         )
         self.held: list[tuple[Reservation[Pack], list[Pack]]] = []
 
-    def purge(self) -> None:
-        stale = [pack for pack in self.ready if pack.version < self.current - self.window]
+    def purge(self, behind: int) -> None:
+        stale = [pack for pack in self.ready if pack.version < self.current - behind - self.window]
         self.expected_drops += [(pack, "dropped_stale") for pack in stale]
         self.ready = [pack for pack in self.ready if pack not in stale]
 
@@ -284,19 +310,20 @@ class QueueAgainstAList(RuleBasedStateMachine):
             self.expected_drops.append((self.ready.pop(0), "dropped_oldest"))
         self.peak = max(self.peak, len(self.ready))
 
-    @rule(age=st.integers(-2, 5))
-    def offer(self, age: int) -> None:
+    @rule(age=st.integers(-2, 5), behind=st.integers(0, 2))
+    def offer(self, age: int, behind: int) -> None:
+        """``behind``: the caller holds an older idea of the current version."""
         pack = Pack(self.current - age, self.next_name)
         self.next_name += 1
-        self.queue.offer(pack, current_version=self.current)
+        self.queue.offer(pack, current_version=self.current - behind)
         self.ready.append(pack)
-        self.purge()
+        self.purge(behind)
         self.trim()
 
-    @rule(n=st.integers(0, 6))
-    def reserve(self, n: int) -> None:
-        reservation = self.queue.reserve(n, current_version=self.current)
-        self.purge()
+    @rule(n=st.integers(0, 6), behind=st.integers(0, 2))
+    def reserve(self, n: int, behind: int) -> None:
+        reservation = self.queue.reserve(n, current_version=self.current - behind)
+        self.purge(behind)
         assert (reservation is not None) == (len(self.ready) >= n)
         if reservation is not None:
             self.held.append((reservation, self.ready[:n]))

@@ -102,7 +102,8 @@ def reservation_scene(
             dropped.append(pack)
 
         queue = queue_type(2, 0, drop)
-        queue._ready.extend((TinyPack(0, 100), TinyPack(0, 101)))
+        for number in (100, 101):
+            queue.offer(TinyPack(0, number), current_version=0)
 
         def learn() -> None:
             reservation: Reservation[TinyPack] | None = queue.reserve(2, current_version=clock.current)
