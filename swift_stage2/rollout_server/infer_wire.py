@@ -16,6 +16,7 @@ from swift_stage2.rollout_protocol import Completion, may_abort
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 
 _BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
+_NULL_BODY_KEYS = {"metrics", "adapter_request"}  # ms-swift's own client sends them, and null
 _CONVERSATION_KEYS = {"messages", "images", "tools", "objects", "chat_template_kwargs"}
 # Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
 _IGNORED_KEYS = {"data_dict", "uuid", "add_eos"}
@@ -38,7 +39,8 @@ class InferCall:
     def __init__(self, body: Any) -> None:
         """Raises ProtocolError, in one line, for what is wrong with the call as a whole."""
         record = _object(body, "the body")
-        _refuse_unknown(record, _BODY_KEYS, "the body")
+        unset = {key for key in _NULL_BODY_KEYS if record.get(key) is None}
+        _refuse_unknown(record, _BODY_KEYS | unset, "the body")
         conversations = record.get("infer_requests")
         if not isinstance(conversations, list) or not conversations:
             raise ProtocolError("infer_requests must be a list of at least one request")

@@ -246,6 +246,7 @@ def test_a_bad_request_is_named_with_its_index_and_cause(
         ({}, "infer_requests"),
         ({"infer_requests": []}, "infer_requests"),
         ({"infer_requests": [text_request()], "config": {}}, "config"),
+        ({"infer_requests": [text_request()], "adapter_request": {"path": "lora"}}, "adapter_request"),
         ({"infer_requests": [text_request()], "request_config": {"temprature": 1}}, "temprature"),
         ({"infer_requests": [text_request()], "request_config": {"n": 2}}, "n=2"),
         ({"infer_requests": [text_request()], "request_config": {"stream": True}}, "stream"),
@@ -262,6 +263,14 @@ def test_a_call_that_makes_no_sense_is_refused_in_one_line(
     assert reply.status_code == 422
     assert word in reply.json()["detail"]
     assert "\n" not in reply.json()["detail"]
+
+
+def test_fields_that_swifts_own_client_always_sends_are_taken_while_they_are_null(
+    server: RunningServer,
+) -> None:
+    body = {"infer_requests": [text_request()], "request_config": {"max_tokens": 1}, "use_tqdm": None}
+    reply = server.post(rollout_protocol.INFER, body | {"metrics": None, "adapter_request": None})
+    assert reply.status_code == 200, reply.text
 
 
 def test_health_answers_while_the_engine_is_busy(server: RunningServer) -> None:
