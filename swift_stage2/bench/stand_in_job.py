@@ -1,6 +1,6 @@
 """Training runs of the tiny model beside a stand-in server: its start, their configurations, what their clocks read.
 
-One rank, one torch thread, everything on loopback. Called by the benches interference and overlap.
+One rank, one torch thread, everything on loopback. Called by the benches interference, overlap and peer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from swift_stage2.telemetry.audit import Record, audit_path
 
 PLUGINS = Path(__file__).parent
 CLOCK_PLUGIN = PLUGINS / "thread_clock.py"
+STAND_IN = "swift_stage2.bench.stand_in_server"
+UNATTENDED: Mapping[str, Any] = {
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "lr_scheduler_type": "constant",
+}
+"""ms-swift's arguments of a run that only its clock watches."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +66,26 @@ class ArmRecords:
         return [record for record in self.audit if record["kind"] == kind]
 
 
-def stand_in_arguments(rows: Path, latency_s: float, model: Path, port: int) -> list[str]:
+def stand_in_arguments(
+    rows: Path, latency_s: float, model: Path, port: int, program: str = STAND_IN
+) -> list[str]:
     """What follows ``python`` on the stand-in's command line."""
     place = ["--model", str(model), "--port", str(port), "--rows", str(rows)]
-    return ["-m", "swift_stage2.bench.stand_in_server", *place, "--latency-s", str(latency_s)]
+    return ["-m", program, *place, "--latency-s", str(latency_s)]
 
 
-def start_stand_in(servers: BenchServers, rows: Path, latency_s: float) -> tuple[int, int]:
+def start_stand_in(
+    servers: BenchServers, rows: Path, latency_s: float, program: str = STAND_IN
+) -> tuple[int, int]:
     """Starts the server on the cores that are not the learner's, and returns its ports once it answers.
 
     Raises:
         ChildFailed: it did not answer in time.
     """
     port, group_port = free_ports(2)
-    argv = (sys.executable, "-u", *stand_in_arguments(rows, latency_s, STAGE1, port))
+    argv = (sys.executable, "-u", *stand_in_arguments(rows, latency_s, STAGE1, port, program))
     with started_on(split_cores()[1]):
-        tree = servers.start_process("stand-in", argv)
+        tree = servers.start_process(program.rpartition(".")[2], argv)
     servers.await_answer(f"http://127.0.0.1:{port}", tree)
     return port, group_port
 
@@ -85,10 +97,9 @@ def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
         ChildFailed: it did not end well, or not in time.
     """
     config_path = write_arm_config(arm)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     children.run(
         arm.name,
-        (*torchrun, "-m", "swift_stage2", "train", str(config_path)),
+        (*TORCHRUN, "swift_stage2", "train", str(config_path)),
         log_dir=arm.directory / "logs",
         deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * arm.num_steps,
         environment={**CHILD_ENVIRONMENT, DIRECTORY_VARIABLE: str(arm.directory), **arm.environment},
@@ -107,13 +118,7 @@ def write_arm_config(arm: Arm) -> Path:
         b_ratio=arm.b_ratio,
         num_ranks=1,
         plugins=(CLOCK_PLUGIN, *([arm.plugin] if arm.plugin else [])),
-        swift={
-            "callbacks": [CLOCK_NAME],
-            "save_strategy": "no",
-            "report_to": ["none"],
-            "lr_scheduler_type": "constant",
-            **arm.swift,
-        },
+        swift={"callbacks": [CLOCK_NAME], **UNATTENDED, **arm.swift},
     )
     config = config_of(job, arm.ports)
     config["launch"].pop("servers", None)

@@ -2,7 +2,8 @@
 
 ``python -m swift_stage2.bench.stand_in_server --model DIR --port N --rows FILE --latency-s S`` speaks the whole wire,
 rounds included, so that a learner beside it has its processor to itself. The wait of a batch is drawn from the seed of
-its first request, so that the same POST waits as long in every arm of a bench.
+its first request, or where a client sends none from the number of its row, so that the same POST waits as long in every
+arm of a bench.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _ABORT_POLL_S = 0.05
 class _Prepared:
     row: EncodedRow
     answer: GeneratedRow
+    number: int
 
 
 class StandInGenerator(SwiftGenerator):
@@ -51,26 +53,29 @@ class StandInGenerator(SwiftGenerator):
         self._latency_s = latency_s
         self._prepared: dict[str, _Prepared] = {}
         lines = rows.read_text(encoding="utf-8").splitlines()
-        for seed, line in enumerate(lines):
+        for number, line in enumerate(lines):
             row = json.loads(line)
             images = [base64.b64encode(Path(path).read_bytes()).decode() for path in row["images"]]
             request = GenerationRequest({"messages": row["messages"][:1], "images": images}, Sampling())
             truth = list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True))
-            text = answer_text(half_right_answer(truth, IMAGE_SIZE[0], seed))
+            text = answer_text(half_right_answer(truth, IMAGE_SIZE[0], number))
             tokens = (
                 *self.tokenizer(text, add_special_tokens=False)["input_ids"],
                 self.tokenizer.eos_token_id,
             )
             encoded = replace(super().encode_row(request), inputs={}, template_inputs=None)
-            self._prepared[_key(request)] = _Prepared(encoded, GeneratedRow(text, tokens, RowEnd.STOP, None))
+            prepared = _Prepared(encoded, GeneratedRow(text, tokens, RowEnd.STOP, None), number)
+            # ms-swift's own client sends a path, which a stock server opens.
+            self._prepared[_key(images)] = self._prepared[_key(row["images"])] = prepared
 
     def encode_row(self, request: GenerationRequest) -> EncodedRow:
         """Looks the prompt up. One of another data set, a probe for instance, is encoded and answered with nothing."""
-        prepared = self._prepared.get(_key(request))
+        prepared = self._prepared.get(_key(request.conversation.get("images") or ()))
         if prepared is None:
             return replace(super().encode_row(request), inputs={}, template_inputs=None)
         # In a place that only the real generator's template uses, the row carries its answer.
-        return replace(prepared.row, template_inputs=prepared.answer, seed=request.seed)
+        seed = prepared.number if request.seed is None else request.seed
+        return replace(prepared.row, template_inputs=prepared.answer, seed=seed)
 
     def generate_rows(
         self,
@@ -99,8 +104,7 @@ def drawn_latency(mean_s: float, seed: int | None) -> float:
     return mean_s * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
 
 
-def _key(request: GenerationRequest) -> str:
-    images = request.conversation.get("images") or ()
+def _key(images: Sequence[str]) -> str:
     return hashlib.blake2b("".join(images).encode(), digest_size=16).hexdigest()
 
 

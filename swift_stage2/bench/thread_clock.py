@@ -1,6 +1,6 @@
 """ms-swift plugin: a callback that reads ``thread_times`` at the end of every step and writes them when training ends.
 
-Given as a file to the learners of the benches interference and overlap.
+Given as a file to the learners of the benches interference, overlap and peer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class ThreadClock(TrainerCallback):  # type: ignore[misc]
         super().__init__(args, trainer)
         self._readings: list[dict[str, int]] = []
 
+    def read(self) -> dict[str, int]:
+        """What is noted of one moment, by column."""
+        return read_times()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._readings.append(read_times())
+        self._readings.append(self.read())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        columns = {name: [reading[name] for reading in self._readings] for name in read_times()}
+        columns = {name: [reading[name] for reading in self._readings] for name in self.read()}
         path = Path(os.environ[DIRECTORY_VARIABLE]) / CLOCK_FILE
         path.write_text(json.dumps(columns) + "\n", encoding="utf-8")
 

@@ -37,6 +37,23 @@ def test_without_vllm_nothing_is_asked_that_needs_it(monkeypatch: pytest.MonkeyP
     assert not {"vllm", "stock"} & set(asked)
 
 
+def test_without_vllm_what_cannot_run_is_left_out_and_told_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(all_benches, "_has_vllm", lambda: False)
+    _main(monkeypatch, "--quick", "--output", str(tmp_path / "all"))
+    ran = [bench["name"] for bench in _benches(tmp_path / "all")]
+    assert ran == [name for name in PLAN if name != "peer"]
+    assert "peer: left out, vLLM is not installed" in capsys.readouterr().out
+    _main(monkeypatch, "--only", "peer", "--output", str(tmp_path / "one"))
+    assert [bench["name"] for bench in _benches(tmp_path / "one")] == ["peer"]
+
+
+def _benches(directory: Path) -> list[dict[str, Any]]:
+    benches: list[dict[str, Any]] = json.loads((directory / "all.json").read_text())["benches"]
+    return benches
+
+
 class _Children(ChildRuns):
     """Runs nothing: writes what a bench would have written, or fails as one would."""
 

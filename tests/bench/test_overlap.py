@@ -92,10 +92,11 @@ class _Producer:
         self.num_offered = 0
         self.thread: threading.Thread | None = None
 
-    def produce(self) -> None:
+    def produce(self) -> bool:
         self._resting.clear()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
+        return True
 
     def rest(self) -> None:
         self._resting.set()

@@ -1,0 +1,106 @@
+"""Weights as ms-swift's own client sends them, and one short real run of its asynchronous GRPO beside the stand-in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from live_server import free_port
+
+from swift_stage2.bench.grpo_job import GrpoArm, run_grpo
+from swift_stage2.bench.learner_loop import LoopArm, loop_of, since
+from swift_stage2.bench.peer import STOCK_STAND_IN
+from swift_stage2.bench.servers import BenchServers
+from swift_stage2.bench.stand_in_job import start_stand_in
+from swift_stage2.bench.stock_weights import StockWeights
+from swift_stage2.collectives import GlooCommunicator
+from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.errors import RoundFailed
+from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
+
+LATENCY_S = 0.2
+NUM_STEPS = 4
+_JOIN_S = 60.0
+
+
+@pytest.fixture
+def weights() -> Iterator[StockWeights]:
+    weights = StockWeights()
+    yield weights
+    weights.close_receiver()
+
+
+def _bucket(num_floats: int) -> Bucket:
+    spec = TensorSpec("w", (num_floats,), "float32")
+    return Bucket.from_entries([BucketEntry(spec, 0, 4 * num_floats)])
+
+
+def _join(port: int) -> GlooCommunicator:
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    return GlooCommunicator(StatelessProcessGroup.create("127.0.0.1", port, rank=1, world_size=2))
+
+
+def _send(communicator: GlooCommunicator, num_bytes: int, value: int) -> threading.Thread:
+    def send() -> None:
+        communicator.broadcast(torch.full((num_bytes,), value, dtype=torch.uint8), src=1)
+        communicator.group.barrier()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_one_learner_after_another_pushes_over_the_same_port(weights: StockWeights) -> None:
+    port = free_port()
+    for value in (7, 9):
+        weights.open_receiver("0.0.0.0", port, 60.0)
+        communicator = _join(port)
+        for num_floats in (3, 5):
+            weights.expect(_bucket(num_floats))
+            sender = _send(communicator, 4 * num_floats, value)
+            assert weights.load() == ()
+            sender.join(_JOIN_S)
+            assert weights._buffer.tolist() == [value] * 4 * num_floats
+        weights.close_receiver()
+
+
+def test_a_push_that_nobody_joined_for_is_an_error(weights: StockWeights) -> None:
+    weights.expect(_bucket(3))
+    with pytest.raises(RoundFailed, match="nobody has joined"):
+        weights.load()
+
+
+def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tmp_path: Path) -> None:
+    rows = write_scenes(tmp_path, SceneKind.SHAPES, num_train=32, num_held_out=1, seed=0).train
+    with BenchServers(tmp_path / "logs") as servers, ChildRuns() as children:
+        ports = start_stand_in(servers, rows, LATENCY_S, STOCK_STAND_IN)
+        arm = GrpoArm(
+            name="peer",
+            directory=tmp_path / "peer",
+            rows=rows,
+            num_steps=NUM_STEPS,
+            ports=ports,
+            asynchronous=False,
+        )
+        clock = run_grpo(children, arm)
+    in_rollout, in_push = (since(clock, name, 1) for name in ("rollout_ns", "push_ns"))
+    loop = loop_of(
+        LoopArm.PEER_INLINE,
+        clock,
+        1,
+        in_rollout=in_rollout,
+        in_push=in_push,
+        num_rollout_steps=NUM_STEPS - 1,
+        num_completions=0,
+    )
+    # Inline, every step waits at least for the shortest wait that is drawn, and pushes weights once.
+    assert loop.num_steps * LATENCY_S / 2 < in_rollout < loop.seconds
+    assert 0 < in_push < loop.seconds
+    assert in_rollout / 2 < loop.idle_share * loop.seconds < loop.seconds
