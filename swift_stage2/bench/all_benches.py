@@ -1,22 +1,22 @@
 """``swift-stage2 bench all``: every bench one after the other, each in a process of its own and with a stated time.
 
 A bench that fails, or is not done in its time, costs its own section of the page only; the page is written anew after
-each bench, so that what was found outlives whatever ends the rest.
+each bench, so that what was found outlives whatever ends the rest. What a page held of benches that are not run now
+stays in it, with its own date.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from swift_stage2.bench.benchmark_page import BenchRun, found_in, machine, page
+from swift_stage2.bench.benchmark_page import BenchRun, found_in, kept_runs, machine, state, write_page
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
@@ -73,7 +73,7 @@ PLAN: Mapping[str, PlannedBench] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benches, prints how each went, and writes ``BENCHMARKS.md`` and ``all.json``.
+    """Runs the benches, prints how each went, and writes ``BENCHMARKS.md`` and the JSON that it is written from.
 
     Returns 0 when every bench ended with status 0.
 
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     chosen = [name for name in options.only or _possible() if name not in options.skip]
+    earlier = kept_runs(options.write.with_suffix(".json")) if options.write else []
     directory = claim_directory(options.output, keep=options.keep)
-    facts = machine()
     limits = {name: _minutes(PLAN[name], quick=options.quick) for name in chosen}
     print(f"[bench] {', '.join(chosen)}: at most {sum(limits.values())} minutes together", flush=True)
     runs: list[BenchRun] = []
@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[bench] {name}: at most {limits[name]} minutes", flush=True)
             words = options_of(PLAN[name], quick=options.quick)
             runs.append(_run(children, name, words, directory, limits[name] * 60.0))
-            _write(directory, runs, facts, options.write)
+            write_page(directory / PAGE, runs)
+            if options.write:
+                write_page(options.write, _together(earlier, runs))
             print(f"[bench] {name}: {runs[-1].failure or 'measured'}, {runs[-1].seconds:.0f} s", flush=True)
     print(f"[bench] {directory / PAGE}")
     return _FAILED if any(run.failure for run in runs) else 0
@@ -150,15 +152,18 @@ def _run(
         seconds=time.monotonic() - began,
         failure=failure,
         found=found_in(own, log_dir / f"{name}.log"),
+        state=state(),
+        machine=machine(),
     )
 
 
-def _write(directory: Path, runs: Sequence[BenchRun], facts: Mapping[str, str], also: Path | None) -> None:
-    text = page(runs, facts)
-    for place in (directory / PAGE, *([also] if also else [])):
-        place.write_text(text, encoding="utf-8")
-    report = {"machine": dict(facts), "benches": [asdict(run) for run in runs]}
-    (directory / "all.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+def _together(earlier: Sequence[BenchRun], runs: Sequence[BenchRun]) -> list[BenchRun]:
+    """In the plan's order; what ran now has the place of what ran before."""
+    by_name = {run.name: run for run in (*earlier, *runs)}
+    order = list(PLAN)
+    return sorted(
+        by_name.values(), key=lambda run: order.index(run.name) if run.name in order else len(order)
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -178,7 +183,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="small sizes: shows that it works, measures little"
     )
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the page there as well, over what is there"
+        "--write",
+        type=Path,
+        metavar="FILE.md",
+        help="put the sections into the page there as well; FILE.json beside it keeps those of other benches",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench-all"), metavar="DIR")
     parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import swift_stage2
 from swift_stage2.bench import all_benches
 from swift_stage2.bench.all_benches import PAGE, PLAN, options_of
-from swift_stage2.bench.benchmark_page import BenchRun, found_in, machine, page
+from swift_stage2.bench.benchmark_page import BenchRun, found_in, kept_runs, machine, page, state, write_page
 from swift_stage2.bench.run import BENCHES
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed, UserError
@@ -50,7 +52,7 @@ def test_without_vllm_what_cannot_run_is_left_out_and_told_unless_asked_for(
 
 
 def _benches(directory: Path) -> list[dict[str, Any]]:
-    benches: list[dict[str, Any]] = json.loads((directory / "all.json").read_text())["benches"]
+    benches: list[dict[str, Any]] = json.loads((directory / PAGE).with_suffix(".json").read_text())["benches"]
     return benches
 
 
@@ -87,8 +89,7 @@ def test_a_bench_that_fails_costs_its_own_section_only(
     assert "what preprocess printed" not in preprocess
     assert "```text\n┃ what overhead printed ┃\n```" in overhead
     assert "plan: at most 5 minutes" in capsys.readouterr().out
-    benches = json.loads((out / "all.json").read_text())["benches"]
-    assert [bench["failure"] is None for bench in benches] == [False, True, True]
+    assert [bench["failure"] is None for bench in _benches(out)] == [False, True, True]
 
 
 def test_the_page_goes_elsewhere_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,22 +101,59 @@ def test_the_page_goes_elsewhere_only_where_asked(tmp_path: Path, monkeypatch: p
     assert also.read_text() == (tmp_path / "out" / PAGE).read_text()
 
 
-def test_the_page_names_machine_versions_command_and_date() -> None:
+def _bench_run(name: str = "plan", **changes: Any) -> BenchRun:
     run = BenchRun(
-        name="plan", command="swift-stage2 bench plan", started="2026-11-22T00:00:00+00:00", seconds=12.4,
-        failure=None, found="| x |\n",
+        name=name, command=f"swift-stage2 bench {name}", started="2026-11-22T00:00:00+00:00", seconds=12.4,
+        failure=None, found="| x |\n", state="1.0 (abc)", machine=machine(),
     )  # fmt: skip
+    return replace(run, **changes)
+
+
+def test_the_page_names_machine_versions_command_date_and_state() -> None:
     facts = machine()
-    text = page([run], facts)
+    text = page([_bench_run()])
     assert "torch 2." in facts["versions"]
     for part in (
         *facts.values(),
         "## `swift-stage2 bench plan`",
-        "2026-11-22T00:00:00+00:00, 12 s.",
+        "2026-11-22T00:00:00+00:00, 12 s, state 1.0 (abc).\n",
         "| x |",
     ):
         assert part in text
     assert "Failed" not in text
+
+
+def test_a_section_from_another_machine_says_what_differs() -> None:
+    older = _bench_run(started="2026-10-01T00:00:00+00:00", machine=machine() | {"cores": "1 of 1"})
+    text = page([older, _bench_run("merge")])
+    assert f"| cores | {machine()['cores']} |" in text
+    assert "state 1.0 (abc). Elsewhere: cores 1 of 1." in text
+    assert text.count("Elsewhere") == 1
+
+
+def test_a_bench_that_runs_again_replaces_its_own_section_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    also = tmp_path / "page.md"
+    write_page(also, [_bench_run("plan", found="old plan"), _bench_run("soak", found="old soak")])
+    argv = ("--only", "preprocess,plan", "--output", str(tmp_path / "out"), "--write", str(also))
+    assert _main(monkeypatch, *argv) == 1
+    assert [run.name for run in kept_runs(also.with_suffix(".json"))] == ["plan", "preprocess", "soak"]
+    text = also.read_text()
+    assert "old plan" not in text
+    assert "old soak" in text
+    assert "old soak" not in (tmp_path / "out" / PAGE).read_text()
+
+
+def test_a_page_whose_json_is_not_ours_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "page.json").write_text('{"benches": [{"name": "plan"}]}')
+    with pytest.raises(UserError, match=r"must be what bench all wrote, got path=.*page\.json"):
+        all_benches.main(["--output", str(tmp_path / "out"), "--write", str(tmp_path / "page.md")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_state_is_the_version_and_in_a_checkout_the_commit() -> None:
+    assert state().startswith(swift_stage2.__version__)
 
 
 def test_a_bench_that_wrote_and_printed_nothing_has_an_empty_section(tmp_path: Path) -> None:
