@@ -36,8 +36,8 @@ class PlannedBench:
     quick_minutes: int
     quick: str
     full: str = ""
-    without_vllm: str = ""
-    """Instead of ``full`` where vLLM is not installed."""
+    without_vllm: str | None = None
+    """Instead of ``full`` where vLLM is not installed; None: the same."""
     needs_vllm: bool = False
     """Left out where vLLM is not installed, unless it is asked for by name."""
 
@@ -45,7 +45,7 @@ class PlannedBench:
 PLAN: Mapping[str, PlannedBench] = {
     "plan": PlannedBench(minutes=20, quick_minutes=5, quick="--ranks 2 4 --repeats 40"),
     "preprocess": PlannedBench(minutes=15, quick_minutes=5, quick="--objects 1 20 100 --repeats 5"),
-    "interference": PlannedBench(minutes=20, quick_minutes=8, quick="--pairs 2 --block-steps 24"),
+    "interference": PlannedBench(minutes=30, quick_minutes=12, quick="--pairs 2 --block-steps 24"),
     "overlap": PlannedBench(minutes=45, quick_minutes=10, quick="--repeats 1 --steps 32"),
     "peer": PlannedBench(minutes=60, quick_minutes=15, quick="--repeats 1 --steps 24", needs_vllm=True),
     "overhead": PlannedBench(minutes=40, quick_minutes=10, quick="--repeats 1 --steps 20"),
@@ -63,8 +63,13 @@ PLAN: Mapping[str, PlannedBench] = {
         quick="--systems transformers --ranks 1 4 --repeats 2",
         without_vllm="--systems transformers",
     ),
-    "learning": PlannedBench(minutes=45, quick_minutes=15, quick="--steps 20"),
-    "staleness": PlannedBench(minutes=60, quick_minutes=15, quick="--steps 24 --seeds 1 --lags 0,2"),
+    "learning": PlannedBench(
+        minutes=75,
+        quick_minutes=15,
+        quick="--steps 20",
+        full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3",
+    ),
+    "staleness": PlannedBench(minutes=75, quick_minutes=15, quick="--steps 24 --seeds 1 --lags 0,2"),
     "faults": PlannedBench(minutes=45, quick_minutes=15, quick="--rows kill_server"),
     "kills": PlannedBench(minutes=60, quick_minutes=15, quick="--points 2"),
     "outage": PlannedBench(minutes=40, quick_minutes=15, quick="--steps 10 --cycles 1"),
@@ -105,7 +110,9 @@ def options_of(planned: PlannedBench, *, quick: bool) -> list[str]:
     """What follows the bench's name on its command line."""
     if quick:
         return shlex.split(planned.quick)
-    return shlex.split(planned.full if _has_vllm() else planned.without_vllm)
+    if planned.without_vllm is None or _has_vllm():
+        return shlex.split(planned.full)
+    return shlex.split(planned.without_vllm)
 
 
 def _possible() -> list[str]:
