@@ -140,6 +140,7 @@ def _run(
     children: ChildRuns, name: str, words: Sequence[str], directory: Path, deadline_s: float
 ) -> BenchRun:
     began, started = time.monotonic(), datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    began_with = state()
     own, log_dir = directory / name, directory / "logs"
     failure = None
     try:
@@ -159,7 +160,7 @@ def _run(
         seconds=time.monotonic() - began,
         failure=failure,
         found=found_in(own, log_dir / f"{name}.log"),
-        state=state(),
+        state=began_with,
         machine=machine(),
     )
 

@@ -7,17 +7,13 @@ data; only ``b_ratio`` differs. All checkpoints are scored by one process on the
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from swift_stage2.bench.results import ResultTable, publish
+from swift_stage2.bench.spread import mean_and_range
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
@@ -48,7 +44,7 @@ class Arm:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains every arm, scores all, prints a table and writes ``learning.json``.
+    """Trains every arm, scores all, prints a table and writes ``learning.json`` and ``learning.md``.
 
     Raises:
         UserError: an option is out of range, or the output directory cannot be used.
@@ -56,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     directory = claim_directory(arguments.output, keep=arguments.keep)
-    started = time.monotonic()
     with ChildRuns() as children:
         jobs = [
             _train_arm(children, job)
@@ -70,10 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             children, held_out, directory / "scores.json", (STAGE1, *(job.checkpoint for job in jobs))
         )
     arms = [_arm(job, result) for job, result in zip(jobs, scores, strict=True)]
-    report = {"kind": arguments.kind, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
-    (directory / "learning.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    Console().print(learning_table(start, arms))
-    _say(f"took {time.monotonic() - started:.0f} s; {directory / 'learning.json'}")
+    facts = {"kind": arguments.kind, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
+    publish(directory, "learning", facts, [learning_table(start, arms)], notes(arms))
     return 0
 
 
@@ -102,32 +95,55 @@ def plan_jobs(
             yield replace(job, rows=scenes.train)
 
 
-def learning_table(start: DetectionScore, arms: Sequence[Arm]) -> Table:
+def learning_table(start: DetectionScore, arms: Sequence[Arm]) -> ResultTable:
     """One row per b_ratio: means over seeds, with the range where there are several."""
     num_seeds = len({arm.seed for arm in arms})
-    table = Table(
-        title=f"Held-out detection after {arms[0].num_steps} steps, {start.num_images} scenes, {num_seeds} seed(s)",
-        title_justify="left",
-    )
-    for heading in ("b_ratio", "B run", "F1", "precision", "recall", "mean IoU", "train s"):
-        table.add_column(heading, justify="right")
-    table.add_row("stage 1", "", *_scores([start]), "")
+    rows = [("stage 1, before", "", "", *_scores([start]), "")]
     for b_ratio in dict.fromkeys(arm.b_ratio for arm in arms):
         group = [arm for arm in arms if arm.b_ratio == b_ratio]
-        run = f"{sum(arm.num_b_run for arm in group)}/{sum(arm.num_b_wanted for arm in group)}"
-        seconds = _spread([arm.train_seconds for arm in group], ".0f")
-        table.add_row(f"{b_ratio:g}", run, *_scores([arm.score for arm in group]), seconds)
-    return table
+        run = f"{sum(arm.num_b_run for arm in group)} of {sum(arm.num_b_wanted for arm in group)}"
+        gains = gains_over_first(arms, b_ratio)
+        rows.append(
+            (
+                f"{b_ratio:g}",
+                run,
+                mean_and_range(gains, "+.3f") if gains else "",
+                *_scores([arm.score for arm in group]),
+                mean_and_range([arm.train_seconds for arm in group], ".0f"),
+            )
+        )
+    first = f"{arms[0].b_ratio:g}"
+    return ResultTable(
+        f"Held-out detection after {arms[0].num_steps} steps, {start.num_images} scenes, {num_seeds} seed(s): "
+        "mean (lowest..highest)",
+        (
+            "b_ratio", "B steps run", f"F1 over b_ratio {first} of the same seed", "F1", "precision", "recall",
+            "mean IoU", "training, s",
+        ),
+        tuple(rows),
+    )  # fmt: skip
+
+
+def gains_over_first(arms: Sequence[Arm], b_ratio: float) -> list[float]:
+    """F1 of an arm less that of the first b_ratio, seed by seed; empty for the first itself."""
+    first = {arm.seed: arm.score.f1 for arm in arms if arm.b_ratio == arms[0].b_ratio}
+    if b_ratio == arms[0].b_ratio:
+        return []
+    return [arm.score.f1 - first[arm.seed] for arm in arms if arm.b_ratio == b_ratio]
+
+
+def notes(arms: Sequence[Arm]) -> list[str]:
+    """What else may be asked."""
+    steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
+    return [
+        f"Real digits: swift-stage2 bench learning --steps {steps} --seeds {seeds} --b-ratios 0,0.1,0.3 --kind digits",
+        f"Half of all steps: swift-stage2 bench learning --steps {steps} --seeds {seeds} --b-ratios 0,0.5",
+    ]
 
 
 def _scores(scores: Sequence[DetectionScore]) -> tuple[str, ...]:
     names = ("f1", "precision", "recall", "mean_iou")
-    return tuple(_spread([getattr(score, name) for score in scores], ".3f") for name in names)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    mean = format(statistics.fmean(values), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}}..{max(values):{form}})"
+    return tuple(mean_and_range([getattr(score, name) for score in scores], ".3f") for name in names)
 
 
 def _train_arm(children: ChildRuns, job: DemoJob) -> DemoJob:

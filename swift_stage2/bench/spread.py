@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,3 +47,9 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def verdict(holds: bool) -> str:
     """What a table says beside a budget."""
     return "held" if holds else "missed"
+
+
+def mean_and_range(values: Sequence[float], form: str) -> str:
+    """``mean (lowest..highest)``, the mean alone where all are equal; ``form`` is a format of one number."""
+    mean = format(statistics.fmean(values), form)
+    return mean if min(values) == max(values) else f"{mean} ({min(values):{form}}..{max(values):{form}})"

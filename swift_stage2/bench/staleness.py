@@ -18,6 +18,7 @@ from swift_stage2.bench.delayed_queue import FIRST_VERSION_VARIABLE, LAG_VARIABL
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.learning import NUM_HELD_OUT
 from swift_stage2.bench.results import ResultTable, publish
+from swift_stage2.bench.spread import mean_and_range
 from swift_stage2.bench.thread_times import DIRECTORY_VARIABLE
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
@@ -112,24 +113,44 @@ def plan_arms(
 
 def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
     """One row per lag: means over seeds, with the range where there are several."""
-    rows = [("stage 1, before", "", "", *(_spread([getattr(start, name)], ".3f") for name in _SCORES))]
+    rows = [
+        ("stage 1, before", "", "", "", *(mean_and_range([getattr(start, name)], ".3f") for name in _SCORES))
+    ]
     for lag in dict.fromkeys(arm.lag for arm in arms):
         group = [arm for arm in arms if arm.lag == lag]
         lags = [arm.mean_lag for arm in group if arm.mean_lag is not None]
+        changes = changes_from_first(arms, lag)
         rows.append(
             (
                 _name(lag),
-                _spread([arm.num_b_steps for arm in group], ".0f"),
-                _spread(lags, ".1f") if lags else "",
-                *(_spread([getattr(arm.score, name) for arm in group], ".3f") for name in _SCORES),
+                mean_and_range([arm.num_b_steps for arm in group], ".0f"),
+                mean_and_range(lags, ".1f") if lags else "",
+                mean_and_range(changes, "+.3f") if changes else "",
+                *(mean_and_range([getattr(arm.score, name) for arm in group], ".3f") for name in _SCORES),
             )
         )
     return ResultTable(
         f"Held-out detection after {num_steps} steps, {start.num_images} scenes, "
         f"{len({arm.seed for arm in arms})} seed(s): mean (lowest..highest)",
-        ("arm", "B steps", "versions behind", "F1", "precision", "recall", "mean IoU"),
+        (
+            "arm",
+            "B steps",
+            "versions behind",
+            "F1 over the first lag of the same seed",
+            "F1",
+            "precision",
+            "recall",
+            "mean IoU",
+        ),
         tuple(rows),
-    )
+    )  # fmt: skip
+
+
+def changes_from_first(arms: Sequence[StaleArm], lag: int | None) -> list[float]:
+    """F1 of an arm less that of the first lag, seed by seed; empty for the first lag itself."""
+    first_lag = next(arm.lag for arm in arms if arm.lag is not None)
+    first = {arm.seed: arm.score.f1 for arm in arms if arm.lag == first_lag}
+    return [] if lag == first_lag else [arm.score.f1 - first[arm.seed] for arm in arms if arm.lag == lag]
 
 
 _SCORES = ("f1", "precision", "recall", "mean_iou")
@@ -161,11 +182,6 @@ def _arm(lag: int | None, job: DemoJob, result: DetectionScore) -> StaleArm:
         max_lag=max(trained, default=None),
         score=result,
     )
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    mean = format(statistics.fmean(values), form)
-    return mean if min(values) == max(values) else f"{mean} ({min(values):{form}}..{max(values):{form}})"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from swift_stage2.bench import learning
-from swift_stage2.bench.learning import Arm, learning_table, plan_jobs
+from swift_stage2.bench.learning import Arm, gains_over_first, learning_table, plan_jobs
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.detection_score import DetectionScore
 from swift_stage2.demo.scenes import SceneKind
@@ -51,21 +49,27 @@ def test_every_seed_is_scored_on_the_same_scenes(tmp_path: Path) -> None:
 
 
 def _text(arms: list[Arm]) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=140).print(learning_table(_score(0.2), arms))
-    return stream.getvalue()
+    return learning_table(_score(0.2), arms).markdown()
 
 
 def test_one_seed_is_shown_as_it_is() -> None:
     text = _text([_arm(0.0, 0, 0.5), _arm(0.3, 0, 0.625)])
     assert "0.200" in text
     assert "0.625" in text
-    assert "30/30" in text
-    assert ".." not in text
+    assert "30 of 30" in text
+    assert "+0.125 |" in text
+    assert "(0" not in text, "no range of one"
 
 
 def test_several_seeds_are_shown_with_their_range() -> None:
     assert "0.500 (0.250..0.750)" in _text([_arm(0.3, 0, 0.25), _arm(0.3, 1, 0.75)])
+
+
+def test_gains_are_taken_seed_by_seed() -> None:
+    arms = [_arm(0.0, 0, 0.25), _arm(0.3, 0, 0.5), _arm(0.0, 1, 0.5), _arm(0.3, 1, 0.625)]
+    assert gains_over_first(arms, 0.3) == [0.25, 0.125]
+    assert gains_over_first(arms, 0.0) == []
+    assert "| +0.188 (+0.125..+0.250) |" in _text(arms)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,9 @@ def test_the_table_has_a_row_per_lag_with_its_range(tmp_path: Path) -> None:
     start = DetectionScore(precision=0.1, recall=0.1, f1=0.1, mean_iou=0.5, num_images=8)
     table = staleness_table(start, [arm(None, 0, 0.3), arm(2, 0, 0.25), arm(2, 1, 0.75)], 50)
     assert [row[0] for row in table.rows] == ["stage 1, before", "A only", "lag 2"]
-    assert table.rows[2][2:4] == ("2.5", "0.500 (0.250..0.750)")
+    assert table.rows[2][2:5] == ("2.5", "", "0.500 (0.250..0.750)")
+    later = [arm(2, 0, 0.25), arm(8, 0, 0.125), arm(2, 1, 0.75), arm(8, 1, 0.5)]
+    assert staleness_table(start, later, 50).rows[2][3] == "-0.188 (-0.250..-0.125)"
 
 
 @pytest.mark.parametrize(
