@@ -49,6 +49,11 @@ class LearnerLoop:
         return 1 - (self.on_core + self.queued) / self.seconds
 
     @property
+    def idle_share_less_queued(self) -> float:
+        """The same of the time in which nobody else had its core: on a shared machine it says more."""
+        return 1 - self.on_core / (self.seconds - self.queued)
+
+    @property
     def steps_per_s(self) -> float:
         """As the clock on the wall says."""
         return self.num_steps / self.seconds

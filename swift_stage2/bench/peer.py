@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.bench.cores import split_cores
 from swift_stage2.bench.faults.bench_options import refuse_below
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "learner_cores": sorted(os.sched_getaffinity(0)),
         "server_cores": sorted(split_cores()[1]),
         "repetitions": [
-            {arm.name.lower(): asdict(loop) | {"idle_share": loop.idle_share} for arm, loop in each.items()}
+            {arm.name.lower(): _facts(loop) for arm, loop in each.items()}
             | {f"{arm.name.lower()}_of_bound": shares_of_bound(each, arm) for arm in ASYNCHRONOUS}
             for each in repetitions
         ],
@@ -92,10 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _facts(loop: LearnerLoop) -> dict[str, Any]:
+    return asdict(loop) | {
+        "idle_share": loop.idle_share,
+        "idle_share_less_queued": loop.idle_share_less_queued,
+    }
+
+
 def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Idle shares, and what the main threads waited in."""
     columns: tuple[tuple[Callable[[LearnerLoop], float], int, float], ...] = (
         (lambda loop: loop.idle_share, 1, 100.0),
+        (lambda loop: loop.idle_share_less_queued, 1, 100.0),
         (lambda loop: loop.in_rollout / loop.num_steps, 0, 1e3),
         (lambda loop: loop.in_push / loop.num_steps, 0, 1e3),
         (lambda loop: loop.seconds / loop.num_steps, 0, 1e3),
@@ -108,6 +117,7 @@ def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
         (
             "learner",
             "idle, % of wall time",
+            "less waits for a core, %",
             "in rollouts, ms/step",
             "in weights, ms/step",
             "step, ms",

@@ -53,6 +53,7 @@ def test_idle_is_what_is_neither_on_a_core_nor_ready_for_one() -> None:
     loop = _loop(LoopArm.OURS)
     assert (loop.num_steps, loop.seconds, loop.on_core, loop.queued) == (6, 12.0, 6.0, 3.0)
     assert loop.idle_share == pytest.approx(0.25)
+    assert loop.idle_share_less_queued == pytest.approx(3 / 9)
     assert loop.steps_per_s == 0.5
     assert loop.completions_per_s == 5.0
 
@@ -78,8 +79,8 @@ def test_tables_have_a_row_per_learner_and_say_what_was_trained() -> None:
     loops, work, bound = (table([_repetition()]) for table in (loop_table, work_table, bound_table))
     assert [row[0] for row in loops.rows] == [row[0] for row in work.rows] == [str(arm) for arm in LoopArm]
     ours, grpo = loops.rows[:2]
-    assert ours[1:4] == ("25.0 (25.0..25.0)", "0 (0..0)", "100 (100..100)")
-    assert grpo[2] == "500 (500..500)"
+    assert ours[1:5] == ("25.0 (25.0..25.0)", "33.3 (33.3..33.3)", "0 (0..0)", "100 (100..100)")
+    assert grpo[3] == "500 (500..500)"
     assert work.rows[0][2:4] == ("50.0 (50.0..50.0)", "20.0 (20.0..20.0)")
     assert bound.rows[1] == (
         "ms-swift GRPO, async_generate",
