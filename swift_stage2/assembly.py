@@ -116,9 +116,8 @@ def start_run(
         if config.b_enabled:
             wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
-            look = partial(_check_data, config, rows, template, seed, control, telemetry)
+            look = partial(_check_data, config, rows, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
-            on_failure.callback(parts.preprocessor.close)
             _check_packing(parts, packed_loss, half_precision, control)
             build = partial(
                 _build_channel_b,
@@ -223,6 +222,7 @@ def _check_data(
     seed: int,
     control: ControlGroup,
     telemetry: Telemetry,
+    on_failure: ExitStack,
 ) -> _CheckedParts:
     """The checks that read files and may fail on one rank alone; the model is not run."""
     packing_length = config.stage2_ab.channel_b.packing.packing_length
@@ -234,8 +234,9 @@ def _check_data(
     samples = usable_samples(rows, seed, encoder)
     check_samples(config, encoder, task, samples)
     isolation = isolation_batches(encoder, task, samples)
-    # Last, because nobody would end its process; what follows here gives that the time to load the template.
+    # Before the checks that run the model, which give its process the time to load the template.
     preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
+    on_failure.callback(preprocessor.close)
     return _CheckedParts(encoder, task, preprocessor, source, samples, isolation)
 
 

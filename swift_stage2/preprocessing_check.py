@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor
@@ -13,12 +15,13 @@ from swift_stage2.errors import ConfigError
 
 
 def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:
-    """Both must make the same batches of the same rollouts, and refuse the same ones.
+    """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
 
     Raises:
         ConfigError: they do not.
         PreprocessorLost: the process failed, ended or does not answer.
     """
+    rollouts = [_answered(reference, rollout) for rollout in rollouts]
     for number, (expected, found) in enumerate(
         zip(_outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
     ):
@@ -33,10 +36,19 @@ def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollout
             )
 
 
+def _answered(preprocessor: Preprocessor, rollout: Rollout) -> Rollout:
+    """With its own target as the answer, so that parsing and matching have something to do."""
+    (prepared,) = preprocessor.prepare([rollout])
+    if not isinstance(prepared, Prepared):
+        return rollout
+    preprocessor.forget([prepared.segment])
+    return replace(rollout, text=prepared.target.text)
+
+
 def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Each rollout's batch, alone; or why there is none."""
+    """Each rollout's target and batch, alone; or why there is none."""
     return [
-        dict(preprocessor.pack("check", [prepared.segment]).batch)
+        {"target": prepared.target, **preprocessor.pack("check", [prepared.segment]).batch}
         if isinstance(prepared, Prepared)
         else {"refusal": str(prepared)}
         for prepared in list(preprocessor.prepare(rollouts))
@@ -44,6 +56,14 @@ def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[d
 
 
 def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)

@@ -25,13 +25,22 @@ ROW: dict[str, Any] = {
 class Altered(ThreadPreprocessor):
     """A thread's work with one difference."""
 
-    def __init__(self, *parts: Any, alter: Any = dict, refuses: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *parts: Any,
+        alter: Any = dict,
+        refuses: str | None = None,
+        text: str | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(*parts, **settings)
-        self._alter, self._refuses = alter, refuses
+        self._alter, self._refuses, self._text = alter, refuses, text
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
         if self._refuses is None:
-            yield from super().prepare(rollouts)
+            yield from super().prepare(
+                [rollout if self._text is None else replace(rollout, text=self._text) for rollout in rollouts]
+            )
         else:
             yield from (SampleError(self._refuses) for _ in rollouts)
 
@@ -48,6 +57,7 @@ class Altered(ThreadPreprocessor):
         ({"alter": lambda batch: batch | {"extra": 1}}, "extra"),
         ({"alter": lambda batch: {k: v for k, v in batch.items() if k != "loss_scale"}}, "loss_scale"),
         ({"refuses": "too long"}, "refusal"),
+        ({"text": "[]"}, "target"),
     ],
 )
 def test_every_difference_is_named(difference: dict[str, Any], named: str) -> None:

@@ -62,7 +62,7 @@ class Encoder:
         self._template.padding_free = True
         self._template.packing = False
         self._template.sequence_parallel_size = 1
-        self._template.dummy_model = _model_without_weights(template)
+        self.attach_model()
         self._tokenizer = self._template.tokenizer
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError(
@@ -71,6 +71,12 @@ class Encoder:
             )
         self._packing_length = packing_length
         self._closing_ids = self._find_closing_ids()
+
+    def attach_model(self) -> None:
+        """Gives the template a model without weights. Pickling drops it, and loading it sets what ms-swift changes in
+        other modules, pixel limits for one; so whoever unpickles an encoder calls this before anything else.
+        """
+        self._template.dummy_model = _model_without_weights(self._template)
 
     def with_span(self, span: EnterSpan) -> Encoder:
         """The same encoder, entering another span; template and tokenizer are shared."""

@@ -31,7 +31,7 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.pacing_state import PacingState
 from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
-from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.standing import Standing
 from swift_stage2.telemetry.activity import PipelineActivity
 
@@ -192,6 +192,7 @@ class Pipeline:
             if self._stop.is_set():
                 return  # what it used is being closed
             self.failure = error
+            self._preprocessor.interrupt()  # nobody asks it again, and the run may go on without
             logger.exception("channel B's pipeline failed")
         finally:
             self._events.enter(PipelineActivity.IDLE)
@@ -334,10 +335,17 @@ class Pipeline:
             self._queue.offer(pack, current_version=self._clock.current)
 
     def _drop_stale_segments(self) -> None:
-        stale = [s for s in self._segments if not self._clock.is_fresh(s.version, self._version_window)]
+        current = (
+            self._clock.current
+        )  # read once: what a new version makes stale meanwhile must not fall between
+        fresh: list[Segment] = []
+        stale: list[Segment] = []
+        for segment in self._segments:
+            is_still = is_fresh(segment.version, current=current, window=self._version_window)
+            (fresh if is_still else stale).append(segment)
         if not stale:
             return
-        self._segments = [s for s in self._segments if self._clock.is_fresh(s.version, self._version_window)]
+        self._segments = fresh
         self._preprocessor.forget(stale)
         for segment in stale:
             self._events.stale_segment(segment)

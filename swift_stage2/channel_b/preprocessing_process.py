@@ -6,6 +6,7 @@ production; segments stay there, and a pack's tensors come back in shared memory
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -14,9 +15,9 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from swift_stage2.channel_b.preprocessing_worker import (
 from swift_stage2.channel_b.records import Pack, Rollout, Segment
 from swift_stage2.channel_b.shared_batch import read_batch
 from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import PreprocessorLost
+from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.telemetry.spans import Trace, untraced
+
+logger = logging.getLogger(__name__)
 
 # It imports ms-swift, for which a cold network file system takes minutes, and a message is seldom more than a second's
 # work. Its death is seen at once; this is for one that neither works nor dies.
@@ -50,22 +53,32 @@ class ProcessPreprocessor:
     """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``."""
 
     def __init__(self, encoder: Encoder, task: Task, *, packing_length: int, trace: Trace) -> None:
+        """Raises:
+        ConfigError: the template or the task cannot be sent to another process.
+        PreprocessorLost: the process ended at once.
+        """
+        parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
         self._trace = trace
-        ours, theirs = socket.socketpair()
+        self._told = "start"
+        self._socket, theirs = socket.socketpair()
         with theirs:
+            self._socket.settimeout(None)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
+                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
+            # Of the same socket: descriptors come through it, and it is shut down while another thread reads here.
+            self._connection = Connection(os.dup(self._socket.fileno()))
             arguments = (str(theirs.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "swift_stage2.channel_b.preprocessing_worker", *arguments),
+                (sys.executable, "-P", "-m", "swift_stage2.channel_b.preprocessing_worker", *arguments),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
             )
-        self._connection = Connection(ours.detach())
-        self._told = "start"
-        parts = pickle.dumps((encoder.with_span(untraced), task.with_span(untraced), packing_length))
-        self._send(Setup(tuple(sys.path), parts, trace.enabled))
+        try:
+            self._send(Setup(tuple(sys.path), parts, trace.enabled))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -99,8 +112,8 @@ class ProcessPreprocessor:
         keys = tuple(segment.key for segment in segments)
         pack, outline = self._ask(MakePack(pack_id, keys), f"pack {len(keys)} segments")
         try:
-            descriptor = recv_handle(self._connection)
-        except (OSError, EOFError) as error:
+            _, (descriptor,), _, _ = socket.recv_fds(self._socket, 1, 1)
+        except (OSError, ValueError) as error:
             raise self._lost(error) from error
         whole: Pack = replace(pack, batch=read_batch(outline, descriptor))
         return whole
@@ -114,11 +127,21 @@ class ProcessPreprocessor:
 
     def interrupt(self) -> None:
         self._process.kill()  # it holds nothing that could be lost
+        # Also wakes who waits for it where it does not die at once, or where somebody else holds its end.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=_END_S)
-        self._connection.close()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "the preprocessing process pid=%d was killed and has not ended in %g s", self.pid, _END_S
+            )
+        finally:
+            self._connection.close()
+            self._socket.close()
 
     def _ask(self, message: Any, told: str) -> Any:
         self._told = told
@@ -126,8 +149,9 @@ class ProcessPreprocessor:
         return self._receive()
 
     def _send(self, message: Any) -> None:
+        pickled = _pickled(message)
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(pickled)
         except OSError as error:
             raise self._lost(error) from error
 
@@ -149,7 +173,8 @@ class ProcessPreprocessor:
         cause = f"did not answer within {_ANSWER_S} s" if is_silent else self._how_it_ended()
         return PreprocessorLost(
             f"the preprocessing process must live as long as its rank, but pid={self.pid} {cause} when told to "
-            f"{self._told}; look for its own message above, or for the kernel's if memory ran out"
+            f"{self._told} ({type(error).__name__}: {error}); look for its own message above, or for the kernel's if "
+            "memory ran out"
         )
 
     def _how_it_ended(self) -> str:
@@ -162,12 +187,30 @@ class ProcessPreprocessor:
         )
 
 
+def _pickled(message: Any) -> bytes:
+    try:
+        return pickle.dumps(message)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"what goes to the preprocessing process must be picklable, got {type(error).__name__}: {error}; write "
+            "stage2_ab.channel_b.preprocessing: thread, or make the data set's rows and the template of classes that "
+            "can be imported"
+        ) from error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 def _environment() -> dict[str, str]:
     """One process, which needs no GPU, counts no ranks and repeats none of ms-swift's notices."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     # Enough to find its first module; the rest of the import path comes with the first message.
-    found = (str(Path(swift_stage2.__file__).parents[1]), environment.get("PYTHONPATH"))
+    found = (environment.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     return environment

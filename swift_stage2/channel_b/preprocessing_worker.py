@@ -10,6 +10,7 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -17,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
@@ -145,23 +145,23 @@ class Worker:
             del self._segments[key]
 
 
-def serve(connection: Connection) -> None:
-    """Answers until the rank closes its end."""
+def serve(channel: socket.socket, connection: Connection) -> None:
+    """Answers until the rank closes its end. Both are of one socket: descriptors go out through the first."""
     intervals = _Intervals()
     try:
         worker = _set_up(connection.recv(), intervals)  # deadline: the rank's life
     except EOFError:
         return
     except Exception as error:  # told to the rank, which ends its run with it
-        connection.send(Reply(_failure(error)))
+        connection.send_bytes(pickle.dumps(Reply(_failure(error))))
         return
-    connection.send(Reply(None))
+    connection.send_bytes(pickle.dumps(Reply(None)))
     while True:
         try:
             message = connection.recv()  # deadline: the rank's life
         except EOFError:
             return
-        _answer(connection, worker, message, intervals)
+        _answer(channel, connection, worker, message, intervals)
 
 
 def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
@@ -172,12 +172,15 @@ def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
     encoder, task, packing_length = pickle.loads(setup.parts)
     from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 
+    encoder.attach_model()
     if setup.is_traced:
         encoder, task = encoder.with_span(intervals.span), task.with_span(intervals.span)
     return Worker(ThreadPreprocessor(encoder, task, packing_length=packing_length))
 
 
-def _answer(connection: Connection, worker: Worker, message: Any, intervals: _Intervals) -> None:
+def _answer(
+    channel: socket.socket, connection: Connection, worker: Worker, message: Any, intervals: _Intervals
+) -> None:
     descriptor: int | None = None
     try:
         match message:
@@ -192,11 +195,15 @@ def _answer(connection: Connection, worker: Worker, message: Any, intervals: _In
                 return
             case _:
                 raise TypeError(f"no message of this protocol: {message!r}")
+        reply = pickle.dumps(Reply(found, intervals.take()))
     except Exception as error:  # told to the rank, which fails with it (after a Forget: when it asks next)
-        found = _failure(error)
-    connection.send(Reply(found, intervals.take()))
+        if descriptor is not None:
+            os.close(descriptor)
+            descriptor = None
+        reply = pickle.dumps(Reply(_failure(error), intervals.take()))
+    connection.send_bytes(reply)
     if descriptor is not None:
-        send_handle(connection, descriptor, os.getppid())
+        socket.send_fds(channel, [b"\0"], [descriptor])
         os.close(descriptor)
 
 
@@ -223,9 +230,11 @@ def main(descriptor: int, parent: int) -> None:
     # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with Connection(descriptor) as connection:
+    os.set_inheritable(descriptor, False)  # whatever the template starts must not keep the socket open
+    with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
+        channel.settimeout(None)
         try:
-            serve(connection)
+            serve(channel, connection)
         except (BrokenPipeError, ConnectionResetError):
             return  # the rank is gone
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -804,3 +805,33 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
     assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
     assert {"stale", "failed", "timed_out"} <= rank.returned.keys()
+
+
+def test_no_segment_falls_between_two_versions(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RacingClock:
+        """The main thread commits a version whenever the pipeline looks."""
+
+        def __init__(self) -> None:
+            self._version = WINDOW + 2
+
+        @property
+        def current(self) -> int:
+            self._version += 1
+            return self._version
+
+        def is_fresh(self, version: int, window: int) -> bool:
+            return version >= self.current - window
+
+    bench = make_bench()
+    returned: list[SampleKey] = []
+    segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
+    monkeypatch.setattr(bench.pipeline, "_clock", RacingClock())
+    monkeypatch.setattr(bench.pipeline, "_segments", segments)
+    monkeypatch.setattr(bench.pipeline, "_return_for_redraw", lambda keys, _: returned.extend(keys))
+    monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)
+    bench.pipeline._drop_stale_segments()
+    kept = [segment.key for segment in bench.pipeline._segments]
+    assert returned
+    assert sorted([*returned, *kept], key=lambda key: key.index) == [segment.key for segment in segments]

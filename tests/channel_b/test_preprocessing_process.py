@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.records import Rollout
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.errors import PreprocessorLost
+from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.telemetry.spans import Trace
 
 
@@ -221,6 +223,66 @@ def test_the_kernel_ends_it_with_its_rank_although_its_socket_stays_open() -> No
             rank.kill()
         psutil.wait_procs([worker], timeout=30)
         assert not worker.is_running()
+
+
+PROGRAM_WITH_A_PIXEL_LIMIT = """
+import sys
+from pathlib import Path
+from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.packing_isolation import empty_rollout
+from swift_stage2.preprocessing_check import check_preprocessing
+from swift_stage2.telemetry.spans import Trace
+
+encoder = make_encoder()
+rollouts = [empty_rollout(sample_of(row, n), encoder) for n, row in enumerate(read_rows(Path(sys.argv[1])))]
+print("tokens", len(rollouts[0].prompt_token_ids))
+process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH, trace=Trace(False))
+process.await_ready()
+check_preprocessing(process, ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH), rollouts)
+process.close()
+print("alike")
+"""
+
+
+def test_pixel_limits_that_loading_a_model_sets_hold_there_too(
+    rows: list[dict[str, Any]], encoder: Encoder, tmp_path: Path
+) -> None:
+    """ms-swift puts MAX_PIXELS into a library when it loads a model, which nothing in the worker would do by itself."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    import_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
+    ended = subprocess.run(
+        (sys.executable, "-c", PROGRAM_WITH_A_PIXEL_LIMIT, str(file)),
+        env={**os.environ, "MAX_PIXELS": str(56 * 56), "PYTHONPATH": import_path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    *_, tokens, verdict = ended.stdout.splitlines()
+    assert verdict == "alike"
+    without_limit = len(encoder.encode_prompt(sample_of(rows[0])).token_ids)
+    assert int(tokens.split()[1]) < without_limit, "the limit binds"
+
+
+def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> None:
+    task: Any = make_task()
+    task.callback = lambda: None
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match=r"must be picklable, got .*; write .*preprocessing: thread"):
+        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
+    assert psutil.Process().children() == before
+
+
+def test_an_interrupt_wakes_who_waits_for_a_process_that_stands_still(own: ProcessPreprocessor) -> None:
+    os.kill(own.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(own.await_ready)
+        own.interrupt()
+        assert isinstance(waiting.exception(timeout=30), PreprocessorLost)
 
 
 def test_closing_leaves_no_process(own: ProcessPreprocessor) -> None:
