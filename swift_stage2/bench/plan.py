@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[bench] {num_ranks} ranks", flush=True)
             cells += _run(children, directory / f"ranks{num_ranks}", num_ranks, options)
     facts = {"num_packs": options.packs, "cells": [asdict(cell) | {"ratios": cell.ratios} for cell in cells]}
-    publish(directory, "plan", facts, [plan_table(cells), own_table(cells)])
+    publish(directory, "plan", facts, [plan_table(cells), own_table(cells), rank_table(cells)])
     return 0
 
 
@@ -154,6 +154,27 @@ def own_table(cells: Sequence[PlanCell]) -> ResultTable:
     return ResultTable(
         "Exponent of own code over the queue limit (log-log least squares of the medians)",
         ("ranks", "queue limits", "exponent"),
+        tuple(rows),
+    )
+
+
+def rank_table(cells: Sequence[PlanCell]) -> ResultTable:
+    """How plan, bare all-reduce and own code grow with the number of ranks."""
+    rows = []
+    for limit in dict.fromkeys(cell.queue_limit for cell in cells):
+        mine = [cell for cell in cells if cell.queue_limit == limit]
+        ranks = [cell.num_ranks for cell in mine]
+        columns = (
+            [float(np.median(getattr(cell, kind))) for cell in mine] for kind in ("plan", "bare", "own")
+        )
+        exponents = (
+            f"{fit_exponent(ranks, column):.2f}" if len(ranks) > 1 else "one number only"
+            for column in columns
+        )
+        rows.append((str(limit), ", ".join(map(str, ranks)), *exponents))
+    return ResultTable(
+        "Exponents over the number of ranks (log-log least squares of the medians)",
+        ("queue limit", "ranks", "plan", "bare all-reduce", "own code"),
         tuple(rows),
     )
 

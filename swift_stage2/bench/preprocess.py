@@ -1,7 +1,7 @@
 """``swift-stage2 bench preprocess``: samples/s of every stage between a rollout and a pack, on one core.
 
-Three questions: how each stage grows with the number of objects; what encode and pack add to the template that they
-call; what the rules of the match add to IoU, top-k and assignment on the same boxes.
+Three questions: how each stage grows with the number of objects, and of samples in a pack; what encode and pack add to
+the template that they call; what the rules of the match add to IoU, top-k and assignment on the same boxes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RATE_BUDGET_STAGE = "parse+match+target"
 TEMPLATE_BUDGET = 1.1
 MATCH_BUDGET = 1.5
 _OBJECTS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SAMPLES = (1, 2, 4, 8, 16, 32)
 _CROWD = 500
 _REPEATS = 30
 _LARGE = 50
@@ -48,7 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = claim_directory(options.output, keep=options.keep)
     settings, out = directory / "settings.json", directory / "measured.json"
     settings.write_text(
-        json.dumps({"objects": options.objects, "crowd": options.crowd, "repeats": options.repeats}),
+        json.dumps(
+            {
+                "objects": options.objects,
+                "samples": options.samples,
+                "sample_objects": RATE_BUDGET_OBJECTS,
+                "crowd": options.crowd,
+                "repeats": options.repeats,
+            }
+        ),
         encoding="utf-8",
     )
     with ChildRuns() as children:
@@ -62,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tables = [
         stage_table(found["stages"]),
+        pack_table(found["packs"]),
         template_table(found["pairs"]),
         match_table(found["matches"], options.crowd),
     ]
@@ -89,6 +99,21 @@ def stage_table(stages: Seconds) -> ResultTable:
         "Samples per processor second of one thread by number of objects: median; exponent of the seconds over the "
         f"count, of all counts and from {_LARGE} on",
         ("stage", *map(str, counts), "exponent", f"from {_LARGE}"),
+        tuple(rows),
+    )
+
+
+def pack_table(packs: Seconds) -> ResultTable:
+    """Milliseconds of a whole pack by stage and number of samples, and how they grow with it."""
+    sizes = sorted(int(size) for size in packs)
+    rows = []
+    for name in packs[str(sizes[0])]:
+        medians = [float(np.median(packs[str(size)][name])) for size in sizes]
+        rows.append((name, *(f"{median * 1e3:.2f}" for median in medians), _exponent(sizes, medians)))
+    return ResultTable(
+        f"Milliseconds of one pack by its number of samples, {RATE_BUDGET_OBJECTS} objects in each: median; exponent "
+        "over the number",
+        ("stage", *map(str, sizes), "exponent"),
         tuple(rows),
     )
 
@@ -166,6 +191,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"objects per sample (default {shown})",
     )
+    shown = " ".join(map(str, _SAMPLES))
+    parser.add_argument(
+        "--samples",
+        type=int,
+        nargs="+",
+        default=list(_SAMPLES),
+        metavar="N",
+        help=f"samples per pack of {RATE_BUDGET_OBJECTS} objects each (default {shown})",
+    )
     parser.add_argument(
         "--crowd", type=int, default=_CROWD, help="boxes per side of the match (default %(default)s)"
     )
@@ -174,6 +208,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
     options = parser.parse_args(argv)
     refuse_below("objects", min(options.objects), 1, 1)
+    refuse_below("samples", min(options.samples), 1, 1)
     refuse_below("crowd", options.crowd, 1, _CROWD)
     refuse_below("repeats", options.repeats, 2, _REPEATS)
     return options

@@ -91,7 +91,7 @@ class Bench:
         self._bare = _as_channel_b_has_it(bare)
         self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
 
-    def subjects(self, num_objects: int) -> list[Subject]:
+    def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
         """Samples of one size."""
         return [
             Subject(
@@ -101,7 +101,7 @@ class Bench:
                 self._encoder,
                 self._task,
             )
-            for number in range(NUM_SAMPLES)
+            for number in range(num_samples)
         ]
 
     def stage_seconds(self, subjects: Sequence[Subject]) -> dict[str, float]:
@@ -209,16 +209,17 @@ def main(argv: Sequence[str]) -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     out = Path(argv[1])
     repeats = int(settings["repeats"])
+    bench = Bench(out.parent)
     found = {
-        **_measure_template(out.parent, settings["objects"], repeats),
+        **_measure_template(bench, settings["objects"], repeats),
+        "packs": _measure_packs(bench, settings["samples"], settings["sample_objects"], repeats),
         "matches": _measure_matches(settings["crowd"], repeats),
     }
     out.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return 0
 
 
-def _measure_template(directory: Path, counts: Sequence[int], repeats: int) -> dict[str, Any]:
-    bench = Bench(directory)
+def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict[str, Any]:
     subjects = {count: bench.subjects(count) for count in counts}
     for each in subjects.values():
         bench.stage_seconds(each)
@@ -235,6 +236,18 @@ def _measure_template(directory: Path, counts: Sequence[int], repeats: int) -> d
         ours, bare = in_turns(repeats, partial(bench.ours_seconds, each), partial(bench.bare_seconds, each))
         pairs[str(count)] = {"ours": ours, "bare": bare}
     return {"stages": stages, "pairs": pairs}
+
+
+def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
+    """Seconds of whole packs, by their samples and stage."""
+    subjects = bench.subjects(num_objects, max(sizes))
+    bench.stage_seconds(subjects)
+    found: dict[str, dict[str, list[float]]] = {str(size): {stage: [] for stage in STAGES} for size in sizes}
+    for _ in range(repeats):
+        for size in sizes:
+            for stage, seconds in bench.stage_seconds(subjects[:size]).items():
+                found[str(size)][stage].append(seconds * size)
+    return found
 
 
 def _refuse_other_work(bench: Bench, subjects: Sequence[Subject]) -> None:

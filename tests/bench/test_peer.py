@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,27 +152,6 @@ def test_a_client_of_another_release_is_refused() -> None:
     client._broadcast_tensors_for_vllm_weight_sync = None
     send_over_gloo(client)
     assert client.PyNcclCommunicator is GlooCommunicator
-
-
-def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
-    from swift_stage2.bench.grpo_plugin import _on_main_thread
-    from swift_stage2.bench.step_clock import ExclusiveTimer
-
-    timer = ExclusiveTimer(iter(range(100)).__next__)
-    call = _on_main_thread(timer, "rollout_ns", lambda: None)
-    other = threading.Thread(target=call)
-    other.start()
-    other.join(20.0)
-    assert timer.total_ns == {}
-    call()
-    assert timer.total_ns == {"rollout_ns": 1}
-
-
-def test_the_reward_counts_the_objects_of_any_answer() -> None:
-    from swift_stage2.bench.grpo_plugin import ObjectCount
-
-    two = '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
-    assert ObjectCount()([two, "", "nonsense"], solution=None) == [2.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("option", ["--steps=15", "--repeats=0", "--latency-s=11"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.bench import plan
-from swift_stage2.bench.plan import PlanCell, cells_of, own_table, plan_table
+from swift_stage2.bench.plan import PlanCell, cells_of, own_table, plan_table, rank_table
 from swift_stage2.errors import UserError
 
 
@@ -40,6 +40,17 @@ def test_the_exponent_is_of_own_code_over_the_queue_limit() -> None:
     cells = [_cell(2, limit, plan_s=1.0, bare_s=1.0, own_s=1e-6 * limit**2) for limit in (8, 64, 512)]
     assert own_table(cells).rows == (("2", "8, 64, 512", "2.00"),)
     assert own_table(cells[:1]).rows[0][-1] == "one limit only"
+
+
+def test_exponents_over_ranks_are_of_each_queue_limit_by_itself() -> None:
+    cells = [
+        _cell(ranks, limit, plan_s=1e-3 * ranks**2, bare_s=1e-3 * ranks, own_s=1e-6)
+        for ranks in (2, 4, 8)
+        for limit in (8, 64)
+    ]
+    row = ("2, 4, 8", "2.00", "1.00", "0.00")
+    assert rank_table(cells).rows == (("8", *row), ("64", *row))
+    assert rank_table(cells[:1]).rows[0][-1] == "one number only"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from swift_stage2.bench import preprocess
 from swift_stage2.bench.crowds import IMAGE_SIDE, AnswerKind, make_crowd
-from swift_stage2.bench.preprocess import match_table, notes, stage_table, template_table
+from swift_stage2.bench.preprocess import match_table, notes, pack_table, stage_table, template_table
 from swift_stage2.bench.preprocess_stages import bare_match, in_turns
 from swift_stage2.bench.spread import fit_exponent
 from swift_stage2.channel_b.matching import match_objects
@@ -67,6 +67,12 @@ def test_rates_are_the_reciprocal_of_the_median_second() -> None:
     assert row == ("parse", "50", "10", "2.0", "1.00", "1.00")
 
 
+def test_a_packs_cost_is_told_by_its_samples_with_its_exponent() -> None:
+    packs = {str(size): {"pack": [size * 1e-3, size * 1e-3, 9.0]} for size in (16, 1, 4)}
+    (row,) = pack_table(packs).rows
+    assert row == ("pack", "1.00", "4.00", "16.00", "1.00")
+
+
 def test_budgets_are_told_by_the_median_of_the_pairs() -> None:
     pairs = {"20": {"ours": [1.0, 1.2, 1.1], "bare": [1.0, 1.0, 1.0]}, "5": {"ours": [1.2], "bare": [1.0]}}
     assert [(row[0], row[-1]) for row in template_table(pairs).rows] == [("5", "missed"), ("20", "held")]
@@ -76,7 +82,7 @@ def test_budgets_are_told_by_the_median_of_the_pairs() -> None:
     assert notes({"5": {"parse+match+target": [1.0]}}) == []
 
 
-@pytest.mark.parametrize("option", ["--objects=0", "--crowd=0", "--repeats=1"])
+@pytest.mark.parametrize("option", ["--objects=0", "--samples=0", "--crowd=0", "--repeats=1"])
 def test_options_out_of_range_are_refused_before_anything_is_written(tmp_path: Path, option: str) -> None:
     with pytest.raises(UserError, match=option.split("=")[0]):
         preprocess.main([option, "--output", str(tmp_path / "out")])
@@ -86,7 +92,20 @@ def test_options_out_of_range_are_refused_before_anything_is_written(tmp_path: P
 def test_the_real_stages_are_measured_on_the_same_work(tmp_path: Path) -> None:
     """The measured process itself refuses pairs whose tokens differ."""
     out = tmp_path / "out"
-    argv = ["--objects", "2", "20", "--crowd", "30", "--repeats", "2", "--output", str(out)]
+    argv = [
+        "--objects",
+        "2",
+        "20",
+        "--samples",
+        "1",
+        "3",
+        "--crowd",
+        "30",
+        "--repeats",
+        "2",
+        "--output",
+        str(out),
+    ]
     assert preprocess.main(argv) == 0
     found = json.loads((out / "preprocess.json").read_text())
     for count in ("2", "20"):
@@ -94,5 +113,6 @@ def test_the_real_stages_are_measured_on_the_same_work(tmp_path: Path) -> None:
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in stages.values())
         whole = min(stages["parse+match+target"])
         assert all(min(stages[stage]) < whole for stage in ("parse", "match", "target"))
+    assert min(found["packs"]["3"]["encode"]) > min(found["packs"]["1"]["encode"]) > 0
     assert set(found["matches"]) == set(AnswerKind)
     assert "samples/s, budget at least 240" in (out / "preprocess.md").read_text()

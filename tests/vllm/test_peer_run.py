@@ -104,3 +104,24 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
     assert loop.num_steps * LATENCY_S / 2 < in_rollout < loop.seconds
     assert 0 < in_push < loop.seconds
     assert in_rollout / 2 < loop.idle_share * loop.seconds < loop.seconds
+
+
+def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
+    from swift_stage2.bench.grpo_plugin import _on_main_thread
+    from swift_stage2.bench.step_clock import ExclusiveTimer
+
+    timer = ExclusiveTimer(iter(range(100)).__next__)
+    call = _on_main_thread(timer, "rollout_ns", lambda: None)
+    other = threading.Thread(target=call)
+    other.start()
+    other.join(20.0)
+    assert timer.total_ns == {}
+    call()
+    assert timer.total_ns == {"rollout_ns": 1}
+
+
+def test_the_reward_counts_the_objects_of_any_answer() -> None:
+    from swift_stage2.bench.grpo_plugin import ObjectCount
+
+    two = '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
+    assert ObjectCount()([two, "", "nonsense"], solution=None) == [2.0, 0.0, 0.0]
