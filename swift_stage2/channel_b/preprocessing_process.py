@@ -181,10 +181,8 @@ class ProcessPreprocessor:
         try:
             status = self._process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
-            return "closed its socket"
-        return (
-            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        )
+            return "lives on but cannot be talked to"
+        return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def _pickled(message: Any) -> bytes:
