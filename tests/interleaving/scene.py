@@ -132,9 +132,10 @@ class WatchedEvaluation(RankEvaluation):
         self.pinned = version
         super().begin(version)
 
-    def _judge(self, rollout: Rollout, qualities: Any, failed: Any) -> None:
-        self.ledger.evaluated(rollout, _NETWORK.servers[rollout.server], self.pinned)
-        super()._judge(rollout, qualities, failed)
+    def _judge(self, rollouts: Sequence[Rollout], qualities: Any, failed: Any) -> None:
+        for rollout in rollouts:
+            self.ledger.evaluated(rollout, _NETWORK.servers[rollout.server], self.pinned)
+        super()._judge(rollouts, qualities, failed)
 
 
 class RankEvents:
