@@ -22,17 +22,19 @@ def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollout
         PreprocessorLost: the process failed, ended or does not answer.
     """
     rollouts = [_answered(reference, rollout) for rollout in rollouts]
-    for number, (expected, found) in enumerate(
-        zip(_outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
-    ):
+    outcomes = zip(rollouts, _outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
+    for rollout, expected, found in outcomes:
         different = sorted(
             name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
         )
         if different:
+            refusals = [outcome.get("refusal", "no refusal") for outcome in (expected, found)]
+            said = f" (learner: {refusals[0]}; process: {refusals[1]})" if "refusal" in different else ""
             raise ConfigError(
                 "the preprocessing process must encode as the learner does, got another "
-                f"{', '.join(different)} for sample {number}; what changes the template in the learner alone (a "
-                "plugin, a variable set by a program) must go, or write stage2_ab.channel_b.preprocessing: thread"
+                f"{', '.join(different)} for the data set's row {rollout.sample.key.index}{said}; what changes the "
+                "template in the learner alone (a plugin, a variable set by a program) must go, or write "
+                "stage2_ab.channel_b.preprocessing: thread"
             )
 
 

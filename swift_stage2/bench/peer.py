@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ChildFailed: a process did not end well, or the inline run skipped a B step.
     """
     options = _parse(argv)
-    require_vllm(without_gpu=True)  # ms-swift's client is not there without it
+    require_vllm("ms-swift's rollout client", without_gpu=True)  # it imports it
     directory = claim_directory(options.output, keep=options.keep)
     rows = write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
     repetitions: list[Repetition] = []

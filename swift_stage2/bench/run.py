@@ -72,8 +72,8 @@ BENCHES = {
 }
 _FAILED = 1
 _DESCRIPTION = (
-    "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and is as it should be. "
-    "NAME --help tells the options; of faults, kills, outage and soak also how long they take."
+    "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and nothing was lost; a "
+    "missed budget is told in the table. NAME --help tells the options, and of most how long they take."
 )
 
 

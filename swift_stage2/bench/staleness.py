@@ -82,7 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {"steps": options.steps, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
     publish(directory, "staleness", facts, [staleness_table(start, arms, options.steps)])
     if len(counts) > 1:
-        raise ChildFailed(f"arms must train as many B steps, got {sorted(counts)}; see their logs")
+        found = ", ".join(
+            f"{_name(arm.lag)} of seed {arm.seed}: {arm.num_b_steps}" for arm in arms if arm.lag is not None
+        )
+        raise ChildFailed(
+            f"arms must train as many B steps to be compared, got {found}; the logs are in {directory}/seed*/*/logs"
+        )
     return 0
 
 
@@ -202,7 +207,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     refuse_below("seeds", options.seeds, 1, _SEEDS)
     # A version lasts four steps here; an arm that trains no B step says nothing.
-    refuse_below("steps", options.steps, 4 * (max(options.lags) + 2), _STEPS)
+    least = 4 * (max(options.lags) + 2)
+    if options.steps < least:
+        raise UserError(
+            f"--steps must be at least {least} for a lag of {max(options.lags)} versions, got {options.steps}; write "
+            f"--steps {max(least, _STEPS)}, or smaller --lags"
+        )
     return options
 
 

@@ -59,7 +59,7 @@ class ProcessPreprocessor:
         """
         parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
         self._trace = trace
-        self._told = "start"
+        self._told = "load the template"
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._socket.settimeout(None)
@@ -163,26 +163,37 @@ class ProcessPreprocessor:
         for name, start_ns, end_ns in reply.intervals:
             self._trace.record(name, start_ns, end_ns, _TRACK)
         if isinstance(reply.found, Failure):
+            logger.error("the preprocessing process could not %s: %s", self._told, reply.found.trace)
             raise PreprocessorLost(
-                f"preprocessing failed when told to {self._told}: {reply.found.summary}\n{reply.found.trace}"
+                f"the preprocessing process must be able to {self._told}, got {reply.found.summary} (its traceback is "
+                "in the log); if it is well with stage2_ab.channel_b.preprocessing: thread, something that the learner "
+                "loads does not reach it: make that importable by name"
             )
         return reply.found
 
     def _lost(self, error: BaseException) -> PreprocessorLost:
-        is_silent = isinstance(error, BlockingIOError)
-        cause = f"did not answer within {_ANSWER_S} s" if is_silent else self._how_it_ended()
         return PreprocessorLost(
-            f"the preprocessing process must live as long as its rank, but pid={self.pid} {cause} when told to "
-            f"{self._told} ({type(error).__name__}: {error}); look for its own message above, or for the kernel's if "
-            "memory ran out"
+            f"the preprocessing process must live as long as its rank, but pid={self.pid} {self._why(error)} (it was "
+            f"to {self._told}; {type(error).__name__}: {error})"
         )
 
-    def _how_it_ended(self) -> str:
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, BlockingIOError):
+            return (
+                f"did not answer within {_ANSWER_S} s; the machine or its file system is too slow for it: write "
+                "stage2_ab.channel_b.preprocessing: thread"
+            )
         try:
             status = self._process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
-            return "lives on but cannot be talked to"
-        return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
+            return "lives on but cannot be talked to; the log may say more"
+        if status == -signal.SIGKILL:
+            return (
+                "was killed by SIGKILL, mostly for lack of main memory; give the machine more, lower "
+                "prefetch.queue_limit, or write stage2_ab.channel_b.preprocessing: thread"
+            )
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        return f"{how}; its own message stands above"
 
 
 def _pickled(message: Any) -> bytes:
@@ -191,8 +202,8 @@ def _pickled(message: Any) -> bytes:
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"what goes to the preprocessing process must be picklable, got {type(error).__name__}: {error}; write "
-            "stage2_ab.channel_b.preprocessing: thread, or make the data set's rows and the template of classes that "
-            "can be imported"
+            "stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a module, not in "
+            "__main__ or a function"
         ) from error
 
 

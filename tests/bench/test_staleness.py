@@ -102,3 +102,9 @@ def test_options_out_of_range_are_refused_before_anything_is_written(
     with pytest.raises(UserError, match=options[0].split("=")[0]):
         staleness.main([*options, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_too_few_steps_for_a_long_lag_are_told_with_enough_of_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least 208 for a lag of 50 versions, got 150; write --steps 208"):
+        staleness.main(["--lags", "0,50", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -143,7 +143,7 @@ def test_a_segment_can_be_packed_once_and_not_after_it_was_forgotten(
     shared.forget([forgotten])
     assert shared.pack("p", [kept]).keys == (kept.key,)
     for segment in (forgotten, kept):
-        with pytest.raises(PreprocessorLost, match=r"told to pack 1 segments: KeyError"):
+        with pytest.raises(PreprocessorLost, match=r"must be able to pack 1 segments, got KeyError"):
             shared.pack("q", [segment])
 
 

@@ -329,7 +329,7 @@ def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_samp
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 400})
     run = run_learner(config, directory, ranks=2, inject="1:8:kill_preprocessing")
     assert run.status == 1
-    assert "was killed by SIGKILL when told to" in run.output
+    assert "was killed by SIGKILL, mostly for lack of main memory" in run.output
     assert "PipelineFailed" in run.output
     steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
     assert steps[0] == steps[1] >= 8
