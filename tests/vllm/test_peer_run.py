@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,15 @@ from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
 LATENCY_S = 0.2
 NUM_STEPS = 4
 _JOIN_S = 60.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture(autouse=True)
+def orphans_are_inits() -> Iterator[None]:
+    """Benches adopt the orphans of what they start; of later tests' servers this process would reap none."""
+    yield
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0, ctypes.get_errno()
 
 
 @pytest.fixture
