@@ -64,7 +64,7 @@ def page(runs: Sequence[BenchRun]) -> str:
     lines = [
         "# Measured",
         "",
-        "Written by `swift-stage2 bench all`; each section has its own command, date and state.",
+        "As `swift-stage2 bench all` writes it; each section has its own command, date and state.",
         "",
     ]
     lines += [

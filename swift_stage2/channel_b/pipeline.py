@@ -335,9 +335,7 @@ class Pipeline:
             self._queue.offer(pack, current_version=self._clock.current)
 
     def _drop_stale_segments(self) -> None:
-        current = (
-            self._clock.current
-        )  # read once: what a new version makes stale meanwhile must not fall between
+        current = self._clock.current  # read once: nothing may fall between two versions
         fresh: list[Segment] = []
         stale: list[Segment] = []
         for segment in self._segments:
