@@ -277,7 +277,8 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
         "rank = os.environ['RANK']\n"
         f"def save(*_): pathlib.Path({str(tmp_path)!r}, 'saved' + rank).touch(); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
-        "print('rank', rank, 'is ready', flush=True)\n"
+        # One write: two ranks share the pipe, and print writes each argument by itself.
+        "os.write(1, f'rank {rank} is ready\\n'.encode())\n"
         "signal.pause()\n"
     )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=60"]
