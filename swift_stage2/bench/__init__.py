@@ -5,7 +5,7 @@
     learning        does channel B pay? A alone against a share of B: F1 on the same held-out scenes
     staleness       does the age of a rollout matter? the same job with forced version lags (delayed_queue)
     faults          does anything get lost when a server breaks? a package of its own
-    overhead        what does the trainer cost when B is off? against plain ``swift sft``
+    overhead        what does the trainer cost when B is off? against plain ``swift sft`` at the same time
     sync            what does a round cost? against a raw broadcast of the same bytes on the same transport
     pending         how long does a round wait for rollouts? with aborts and without
     merge           does a server stay full at several client ranks? stock, stock merged, ours
@@ -22,7 +22,7 @@
     servers         rollout servers on free ports; client_ranks: processes that post at the same moment
     raw_peer        the other end of a raw broadcast; sized_model: weights of a wanted size
     paired_steps    paired step times into medians and bounds; spread: quartiles and exponents
-    stand_in_server a server that waits and does not compute; stand_in_job: runs beside it, cores: who gets which
+    stand_in_server a server that waits and does not compute; stand_in_job: runs beside it
     stock_stand_in  the same for ms-swift's own client; stock_weights: takes weights as a stock server takes them
     thread_clock    the plugin that notes what threads use per step; thread_times: what it reads
     results         tables on the terminal and as Markdown, numbers as JSON

@@ -1,7 +1,8 @@
 """``swift-stage2 bench overhead``: what the trainer costs while channel B is off, against plain ``swift sft``.
 
-Both arms get the same arguments, data and plugin, and run in turns on the same machine; the second pair starts
-with the other arm. Besides whole steps, the time that our hooks take is measured directly.
+Both arms get the same arguments, data and plugin. They train at the same time, each on its own half of the cores,
+and change halves from pair to pair, so that a machine whose speed changes changes it for both; or, with
+``--in-turns``, one after the other on all cores. Besides whole steps, the time in our hooks is measured directly.
 """
 
 from __future__ import annotations
@@ -10,32 +11,40 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, step_seconds
+from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, num_common, step_seconds
 from swift_stage2.config import load_config
-from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.child_runs import Child, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
 from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
-from swift_stage2.errors import UserError
+from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.launch.cores import split_cores
 from swift_stage2.output_directory import claim_directory
 
 STEP_CLOCK = Path(__file__).parent / "step_clock.py"
 CLOCK_NAME = "stage2_step_clock"
 CLOCK_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK"
+MEETING_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK_MEETING"
 NUM_WARMUP = 5
+_LEAST_STEPS = NUM_WARMUP + 2
 HOOKS_BUDGET = 0.01
 STEP_BUDGET = 1.03
+
+
+Clock = dict[str, list[int]]
+"""What the plugin wrote on rank 0: ``end_ns`` and running totals, one entry per step."""
 
 
 class ArmName(StrEnum):
@@ -65,34 +74,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         UserError: an option is out of range, or the output directory cannot be used.
-        ChildFailed: an arm did not end well.
+        ChildFailed: an arm did not end well, or the arms hardly trained at the same time.
     """
     arguments = _parse(argv)
     directory = claim_directory(arguments.output, keep=arguments.keep)
     started = time.monotonic()
-    clocks: dict[ArmName, list[dict[str, list[int]]]] = {arm: [] for arm in ArmName}
+    clocks: dict[ArmName, list[Clock]] = {arm: [] for arm in ArmName}
     job = _job(directory, arguments.steps, arguments.ranks)
     write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     with ChildRuns() as children:
         for pair in range(arguments.repeats):
-            for arm in order_of_arms(pair):
-                _say(f"pair {pair + 1} of {arguments.repeats}: {arm}")
-                clocks[arm].append(_run_arm(children, arm, job, directory / f"pair{pair}" / arm))
+            first, second = order_of_arms(pair)
+            _say(f"pair {pair + 1} of {arguments.repeats}: {first}, {second}")
+            run = _run_in_turns if arguments.in_turns else _run_together
+            for arm, clock in run(children, (first, second), job, directory / f"pair{pair}").items():
+                clocks[arm].append(clock)
     seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
     ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
     report = {"ratio": asdict(ratio), "hooks": asdict(share), "num_ranks": job.num_ranks, "clocks": clocks}
+    report["in_turns"] = arguments.in_turns
     (directory / "overhead.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    Console().print(overhead_table(seconds, ratio, share))
+    Console().print(overhead_table(seconds, ratio, share, in_turns=arguments.in_turns))
     _say(f"took {time.monotonic() - started:.0f} s; {directory / 'overhead.json'}")
     return 0
 
 
 def order_of_arms(pair: int) -> tuple[ArmName, ArmName]:
-    """Which arm of a pair goes first alternates, so that a drift of the machine falls on both."""
+    """Who goes first, or has the first half of the cores, alternates: no drift and no core favours an arm."""
     return (ArmName.PLAIN, ArmName.OURS) if pair % 2 == 0 else (ArmName.OURS, ArmName.PLAIN)
 
 
-def hook_share(clocks: Sequence[dict[str, list[int]]]) -> HookShare:
+def hook_share(clocks: Sequence[Clock]) -> HookShare:
     """Shares over all pairs, warm-up left out; every clock holds running totals at the end of each step."""
 
     def per_step(name: str) -> Floats:
@@ -107,10 +119,13 @@ def hook_share(clocks: Sequence[dict[str, list[int]]]) -> HookShare:
     )
 
 
-def overhead_table(seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, share: HookShare) -> Table:
+def overhead_table(
+    seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
+) -> Table:
     """What was measured beside its budget."""
     table = Table(
-        title=f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps",
+        title=f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps, "
+        + ("in turns" if in_turns else "side by side"),
         title_justify="left",
     )
     table.add_column("")
@@ -141,20 +156,65 @@ def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
     return (*torchrun, ranks, "-m", "swift_stage2.bench.plain_sft", *arguments)
 
 
-def _run_arm(children: ChildRuns, arm: ArmName, job: DemoJob, directory: Path) -> dict[str, list[int]]:
+def _run_together(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+) -> dict[ArmName, Clock]:
+    """The first arm on the first half of the cores; only steps that both made while both trained are kept."""
+    meeting = f"{directory / 'meeting'}:{2 * job.num_ranks}"
+    children.run_together(
+        [
+            _child(arm, job, directory / arm, cores, {MEETING_VARIABLE: meeting})
+            for arm, cores in zip(arms, split_cores(), strict=True)
+        ],
+        log_dir=directory / "logs",
+        deadline_s=START_DEADLINE_S + 2 * DEADLINE_PER_STEP_S * job.num_steps,
+    )
+    clocks = {arm: _clock(directory / arm) for arm in arms}
+    num_steps = num_common([clock["end_ns"] for clock in clocks.values()])
+    if num_steps < _LEAST_STEPS:
+        raise ChildFailed(
+            f"both arms must train side by side for at least {_LEAST_STEPS} steps, got {num_steps}: one was that much "
+            "faster; run it on a quieter machine, or with more --steps"
+        )
+    return {
+        arm: {name: numbers[:num_steps] for name, numbers in clock.items()} for arm, clock in clocks.items()
+    }
+
+
+def _run_in_turns(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+) -> dict[ArmName, Clock]:
+    every_core = set().union(*split_cores())
+    for arm in arms:
+        children.run_together(
+            [_child(arm, job, directory / arm, every_core)],
+            log_dir=directory / "logs",
+            deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
+        )
+    return {arm: _clock(directory / arm) for arm in arms}
+
+
+def _child(
+    arm: ArmName,
+    job: DemoJob,
+    directory: Path,
+    cores: set[int],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Child:
     own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
     ports = free_ports(2)
     write_config(own, (ports[0], ports[1]))
-    clock_dir = directory / "clock"
-    children.run(
-        arm,
-        arm_command(arm, own),
-        log_dir=directory / "logs",
-        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
-        environment={**CHILD_ENVIRONMENT, CLOCK_VARIABLE: str(clock_dir)},
+    return Child(
+        name=arm,
+        argv=arm_command(arm, own),
+        environment={**CHILD_ENVIRONMENT, CLOCK_VARIABLE: str(directory / "clock"), **environment},
+        cores=frozenset(cores),
     )
-    numbers: dict[str, list[int]] = json.loads((clock_dir / "rank0.json").read_text())
-    return numbers
+
+
+def _clock(directory: Path) -> Clock:
+    clock: Clock = json.loads((directory / "clock" / "rank0.json").read_text())
+    return clock
 
 
 def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None = None) -> DemoJob:
@@ -177,10 +237,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per arm (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="torchrun ranks (default %(default)s)")
+    parser.add_argument(
+        "--in-turns", action="store_true", help="arms one after the other on all cores, not side by side"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/bench-overhead"), metavar="DIR")
     parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
     arguments = parser.parse_args(argv)
-    for name, least in (("steps", NUM_WARMUP + 2), ("repeats", 1), ("ranks", 1)):
+    for name, least in (("steps", _LEAST_STEPS), ("repeats", 1), ("ranks", 1)):
         if (value := getattr(arguments, name)) < least:
             raise UserError(f"--{name} must be at least {least}, got {name}={value}")
     return arguments

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from swift_stage2.bench.cores import split_cores, started_on
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.servers import BenchServers, ServerKind
@@ -29,6 +28,7 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.output_directory import claim_directory
 
 BUDGET = 0.9

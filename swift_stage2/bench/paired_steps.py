@@ -1,4 +1,4 @@
-"""Turns step times of interleaved runs into ratios with bounds. Pure; called by ``bench overhead``.
+"""Turns step times of paired runs into ratios with bounds. Pure; called by ``bench overhead``.
 
 Step i of both arms of a pair reads the same data, so steps are compared one by one. The bootstrap resamples
 pairs and, within a pair, steps (Efron and Tibshirani 1993), because runs differ more than the steps of one run.
@@ -52,6 +52,12 @@ def step_seconds(end_ns: Sequence[int], num_warmup: int) -> Floats:
             f"steps are needed after the warm-up, got {len(end_ns)} steps and num_warmup={num_warmup}"
         )
     return seconds
+
+
+def num_common(ends_ns: Sequence[Sequence[int]]) -> int:
+    """How many steps each of these runs, which ran at the same time, ended before the first of them was through."""
+    first_end = min(ends[-1] for ends in ends_ns)
+    return min(sum(end <= first_end for end in ends) for ends in ends_ns)
 
 
 def compare(plain: Sequence[Floats], ours: Sequence[Floats], seed: int = 0) -> PairedRatio:

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.bench.cores import split_cores
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.grpo_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, GrpoArm, run_grpo
 from swift_stage2.bench.learner_loop import (
@@ -36,6 +35,7 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import UserError
+from swift_stage2.launch.cores import split_cores
 from swift_stage2.output_directory import claim_directory
 from swift_stage2.rollout_server.vllm_package import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path

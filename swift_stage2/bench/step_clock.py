@@ -1,7 +1,8 @@
 """ms-swift plugin: notes when every optimizer step ends, and the time that stage 2's own code took in it.
 
 Given as a file to both arms of ``bench overhead``; keeps all numbers in memory and writes them when training
-ends. Under plain ``swift sft`` there is nothing of stage 2 to find, and nothing is instrumented.
+ends. Under plain ``swift sft`` there is nothing of stage 2 to find, and nothing is instrumented. Arms that run at
+the same time meet before their first step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from swift_stage2.collectives import GlooControlGroup, SingleRank  # noqa: E402
 
 NAME = "stage2_step_clock"
 DIRECTORY_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK"
+MEETING_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK_MEETING"
+"""A directory and how many ranks of all arms meet there, with a colon between; not set: nobody is waited for."""
+_MEETING_DEADLINE_S = 300.0
+_MEETING_POLL_S = 0.01
 _PACKAGE = "swift_stage2."
 _PER_STEP_HOOKS = ("get_batch_samples",)
 
@@ -72,6 +77,9 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         instrument(self.trainer, self._timer)
+        if MEETING_VARIABLE in os.environ:
+            place, number = os.environ[MEETING_VARIABLE].rsplit(":", 1)
+            meet(Path(place), int(number))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_ns.append(time.perf_counter_ns())
@@ -83,6 +91,23 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         directory.mkdir(parents=True, exist_ok=True)
         numbers = {"end_ns": self._end_ns, "hooks_ns": self._hooks_ns, "agree_ns": self._agree_ns}
         (directory / f"rank{self.args.process_index}.json").write_text(json.dumps(numbers))
+
+
+def meet(place: Path, number: int, deadline_s: float = _MEETING_DEADLINE_S) -> None:
+    """Waits until so many processes have come to ``place``, which is made by the first.
+
+    Raises:
+        TimeoutError: not all have come in time.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    (place / str(os.getpid())).touch()
+    end = time.monotonic() + deadline_s
+    while (come := len(os.listdir(place))) < number:
+        if time.monotonic() >= end:
+            raise TimeoutError(
+                f"{number} ranks must begin to train within {deadline_s:.0f} s of the first, got {come}"
+            )
+        time.sleep(_MEETING_POLL_S)
 
 
 def instrument(trainer: Any, timer: ExclusiveTimer) -> None:

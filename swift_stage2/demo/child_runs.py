@@ -1,4 +1,4 @@
-"""Runs commands one after another and leaves no process behind, whatever way it ends.
+"""Runs commands, one or several at once, and leaves no process behind, whatever way it ends.
 
 A thin use of the launcher's ``Job``: every command runs under a warden that also ends it when this process is
 killed. Called by the demo and the benches, on the main thread.
@@ -9,22 +9,37 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from swift_stage2.errors import ChildFailed
+from swift_stage2.launch.cores import started_on
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
-from swift_stage2.launch.process_tree import Command
+from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.stop_signals import StopSignals
 
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")
 _OWN_ERROR = re.compile(r"swift-stage2(?: \w+)*: error: ")
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """One command of several that run at once."""
+
+    name: str
+    """Also of its log."""
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's."""
+    cores: frozenset[int]
+    """On which it and all below it run."""
 
 
 class ChildRuns:
@@ -63,24 +78,53 @@ class ChildRuns:
             ChildFailed: it ended with another status than 0, or not by its deadline; names cause and log.
             KeyboardInterrupt: a signal asked for the end.
         """
+        cores = frozenset(os.sched_getaffinity(0))
+        child = Child(name=name, argv=argv, environment=environment or {}, cores=cores)
+        self.run_together([child], log_dir=log_dir, deadline_s=deadline_s, each_moment=each_moment)
+
+    def run_together(
+        self,
+        children: Sequence[Child],
+        *,
+        log_dir: Path,
+        deadline_s: float,
+        each_moment: Callable[[], object] = lambda: None,
+    ) -> None:
+        """As ``run``, for several at once: waits for all to end well; the first that does not ends the others."""
         log_dir.mkdir(parents=True, exist_ok=True)
-        whole = {**os.environ, **(environment or {})}
         end = time.monotonic() + deadline_s
         with Job(log_dir, self._signals, self._show) as job:
-            tree = job.start(Command(name=name, argv=argv, environment=whole, grace_s=_GRACE_S))
-            while (status := tree.poll()) is None:
+            trees = [_start(job, child) for child in children]
+            while (failed := _failed(trees)) is None and (running := _running(trees)):
                 job.step()
                 each_moment()
                 if self._signals.received is not None:
                     raise KeyboardInterrupt
                 if time.monotonic() >= end:
                     raise ChildFailed(
-                        f"{name} must end within {deadline_s:.0f} s, it did not; see {tree.log_path}"
+                        f"{running[0].command.name} must end within {deadline_s:.0f} s, it did not; see "
+                        f"{running[0].log_path}"
                     )
         each_moment()
-        if status != 0:
-            cause = last_cause(tree.log_path)
-            raise ChildFailed(f"{name} ended with status {status}: {cause}; see {tree.log_path}")
+        if failed is not None:
+            status, cause = failed.poll(), last_cause(failed.log_path)
+            raise ChildFailed(
+                f"{failed.command.name} ended with status {status}: {cause}; see {failed.log_path}"
+            )
+
+
+def _start(job: Job, child: Child) -> ProcessTree:
+    environment = {**os.environ, **child.environment}
+    with started_on(set(child.cores)):
+        return job.start(Command(name=child.name, argv=child.argv, environment=environment, grace_s=_GRACE_S))
+
+
+def _running(trees: Sequence[ProcessTree]) -> list[ProcessTree]:
+    return [tree for tree in trees if tree.poll() is None]
+
+
+def _failed(trees: Sequence[ProcessTree]) -> ProcessTree | None:
+    return next((tree for tree in trees if tree.poll() not in (None, 0)), None)
 
 
 def last_cause(log_path: Path) -> str:

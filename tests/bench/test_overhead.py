@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.console import Console
 from swift_stage2.bench import overhead
 from swift_stage2.bench.overhead import ArmName, arm_command, hook_share, order_of_arms, overhead_table
 from swift_stage2.bench.paired_steps import compare
-from swift_stage2.bench.step_clock import DIRECTORY_VARIABLE, NAME
+from swift_stage2.bench.step_clock import DIRECTORY_VARIABLE, MEETING_VARIABLE, NAME
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import DemoJob, write_config
 from swift_stage2.errors import UserError
@@ -41,11 +42,14 @@ def test_the_share_of_hooks_is_their_time_over_the_steps() -> None:
 def test_the_table_shows_measured_bound_and_budget() -> None:
     seconds = {arm: [np.full(10, 0.2)] for arm in ArmName}
     table = overhead_table(
-        seconds, compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share([_clock(20, 1, 2)])
+        seconds,
+        compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]),
+        hook_share([_clock(20, 1, 2)]),
+        in_turns=False,
     )
     stream = io.StringIO()
     Console(file=stream, width=140).print(table)
-    for part in ("200.0", "1.0000", "1.03", "0.500%", "1%"):
+    for part in ("side by side", "200.0", "1.0000", "1.03", "0.500%", "1%"):
         assert part in stream.getvalue()
 
 
@@ -68,6 +72,7 @@ def test_both_arms_train_with_the_same_ms_swift_arguments(tmp_path: Path) -> Non
 
 def test_the_plugin_is_known_by_the_names_that_the_bench_uses() -> None:
     assert (overhead.CLOCK_NAME, overhead.CLOCK_VARIABLE) == (NAME, DIRECTORY_VARIABLE)
+    assert overhead.MEETING_VARIABLE == MEETING_VARIABLE
     assert overhead.STEP_CLOCK.is_file()
 
 
@@ -76,3 +81,17 @@ def test_options_out_of_range_are_refused_before_anything_is_written(tmp_path: P
     with pytest.raises(UserError, match=option.split("=")[0]):
         overhead.main([option, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_arms_side_by_side_begin_together_and_are_compared_while_both_train(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert overhead.main(["--steps=30", "--repeats=1", "--ranks=1", "--output", str(out)]) == 0
+    found = json.loads((out / "overhead.json").read_text())
+    (plain,), (ours,) = found["clocks"]["plain"], found["clocks"]["ours"]
+    assert (
+        len(plain["end_ns"]) == len(ours["end_ns"]) == found["ratio"]["num_steps"] + 1 + overhead.NUM_WARMUP
+    )
+    # Each first step ends before the other arm's last: they ran at the same time.
+    assert plain["end_ns"][0] < ours["end_ns"][-1]
+    assert ours["end_ns"][0] < plain["end_ns"][-1]
+    assert plain["hooks_ns"][-1] == 0 < ours["hooks_ns"][-1]

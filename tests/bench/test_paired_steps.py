@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.bench.paired_steps import compare, step_seconds
+from swift_stage2.bench.paired_steps import compare, num_common, step_seconds
 
 
 def test_steps_last_from_end_to_end_and_the_warm_up_is_left_out() -> None:
@@ -65,3 +65,8 @@ def test_the_longer_arm_is_cut() -> None:
 def test_an_arm_without_its_partner_is_refused() -> None:
     with pytest.raises(ValueError, match="both arms"):
         compare([np.ones(5)], [])
+
+
+def test_steps_count_while_all_runs_train() -> None:
+    assert num_common([[1, 2, 3, 4], [2, 4, 6, 8]]) == 2
+    assert num_common([[1, 2], [1, 2]]) == 2

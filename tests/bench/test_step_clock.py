@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swift_stage2.bench.step_clock import DIRECTORY_VARIABLE, NAME, ExclusiveTimer, StepClock, instrument
+from swift_stage2.bench.step_clock import (
+    DIRECTORY_VARIABLE,
+    MEETING_VARIABLE,
+    NAME,
+    ExclusiveTimer,
+    StepClock,
+    instrument,
+    meet,
+)
 
 
 class Clock:
@@ -143,3 +152,23 @@ def test_ms_swift_finds_it_by_its_name() -> None:
     from swift.callbacks import callbacks_map
 
     assert callbacks_map[NAME] is StepClock
+
+
+def test_training_begins_when_every_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "meet:here"
+    monkeypatch.setenv(MEETING_VARIABLE, f"{place}:2")
+    began = threading.Thread(
+        target=StepClock(SimpleNamespace(process_index=0), PlainTrainer()).on_train_begin, args=(None,) * 3
+    )
+    began.start()
+    while not place.is_dir() or not list(place.iterdir()):
+        began.join(0.01)
+        assert began.is_alive()
+    (place / "other").touch()
+    began.join(60)
+    assert not began.is_alive()
+
+
+def test_who_comes_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="2 ranks must begin to train within 0 s of the first, got 1"):
+        meet(tmp_path / "meeting", 2, deadline_s=0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.demo.child_runs import ChildRuns, last_cause, remaining_children
+from swift_stage2.demo.child_runs import Child, ChildRuns, last_cause, remaining_children
 from swift_stage2.errors import ChildFailed
 
 PATIENCE_S = 60.0
@@ -112,3 +112,46 @@ def test_the_cause_is_the_first_line_that_states_an_error(tmp_path: Path, log: s
 
 def test_a_log_that_is_not_there_has_a_cause_too(tmp_path: Path) -> None:
     assert "cannot be read" in last_cause(tmp_path / "none")
+
+
+def test_several_run_at_once_each_on_its_cores(tmp_path: Path) -> None:
+    """Each waits for what the other writes first."""
+    code = """
+import os, pathlib, sys, time
+mine, other = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+mine.touch()
+end = time.monotonic() + 60
+while not other.exists() and time.monotonic() < end: time.sleep(0.01)
+print(other.exists(), sorted(os.sched_getaffinity(0)))
+"""
+    core = max(os.sched_getaffinity(0))
+    with ChildRuns() as children:
+        children.run_together(
+            [
+                Child(
+                    name=mine,
+                    argv=(*_python(code), str(tmp_path / mine), str(tmp_path / other)),
+                    cores=frozenset({core}),
+                )
+                for mine, other in (("one", "two"), ("two", "one"))
+            ],
+            log_dir=tmp_path / "logs",
+            deadline_s=PATIENCE_S,
+        )
+    for name in ("one", "two"):
+        assert (tmp_path / "logs" / f"{name}.log").read_text() == f"True [{core}]\n"
+
+
+def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    cores = frozenset(os.sched_getaffinity(0))
+    with pytest.raises(ChildFailed, match="second ended with status 3"):
+        with ChildRuns() as children:
+            children.run_together(
+                [
+                    Child(name="first", argv=_python(STUBBORN), cores=cores),
+                    Child(name="second", argv=_python("raise SystemExit(3)"), cores=cores),
+                ],
+                log_dir=tmp_path,
+                deadline_s=PATIENCE_S,
+            )
+    assert remaining_children() == []

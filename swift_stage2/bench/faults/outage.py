@@ -20,7 +20,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from swift_stage2.bench.cores import split_cores, started_on
 from swift_stage2.bench.faults import row_data
 from swift_stage2.bench.faults.accounting import count_samples, gaps
 from swift_stage2.bench.faults.bench_options import bench_parser, refuse_below
@@ -33,6 +32,7 @@ from swift_stage2.bench.stand_in_job import stand_in_arguments
 from swift_stage2.config import Proof
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.errors import UserError
+from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger_account import RunAccount
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from swift_stage2.bench import cores
+from swift_stage2.launch import cores
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which processor cores a bench gives to whom. On a machine with one core everybody gets that."""
+"""Which processor cores a process is started on. On a machine with one core everybody gets that."""
 
 from __future__ import annotations
 
