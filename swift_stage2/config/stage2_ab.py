@@ -196,7 +196,8 @@ class ChannelBConfig:
     on_pipeline_failure: OnPipelineFailure = OnPipelineFailure.RAISE
     """Whether a dead pipeline ends the run on all ranks or leaves channel A alone."""
     preprocessing: Preprocessing = Preprocessing.PROCESS
-    """Where a rank parses, matches and encodes: a process of its own, or a thread of the learner's."""
+    """Where a rank parses, matches and encodes: a process of its own, or a thread of the learner's, which slows
+    steps but saves 0.6 GB."""
     max_truncated_ratio: float = 0.3
     """Channel B pauses while a larger share of recent rollouts was cut off by max_new_tokens."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)

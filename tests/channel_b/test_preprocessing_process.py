@@ -181,6 +181,19 @@ def test_stages_are_on_the_rank_s_trace(
     assert all(started <= span.start_ns <= span.end_ns <= ended for span in spans)
 
 
+def test_its_death_names_the_rows_that_it_worked_on(
+    own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    own.await_ready()
+    rollouts = rollouts_of(encoder, rows)[:2]
+    indices = ", ".join(str(rollout.sample.key.index) for rollout in rollouts)
+    os.kill(own.pid, signal.SIGSEGV)
+    with pytest.raises(
+        PreprocessorLost, match=rf"killed by SIGSEGV.* prepare rollouts of data set rows {indices};"
+    ):
+        prepared_by(own, rollouts)
+
+
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_its_death_is_told_at_once(
     own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]], is_ready: bool
