@@ -96,9 +96,15 @@ def _parser() -> argparse.ArgumentParser:
 def _train(config_path: str) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank
+    from swift_stage2.model_check import check_model
+    from swift_stage2.rank_environment import check_rank_environment
 
     def work() -> int:
-        _warn(load_config(config_path))  # a mistake in it is told before the slow imports
+        # A mistake is told before the slow imports.
+        config = load_config(config_path)
+        check_rank_environment(os.environ)
+        check_model(config.swift)
+        _warn(config)
         return int(importlib.import_module("swift_stage2.trainer").train(config_path))
 
     status = as_rank(work)

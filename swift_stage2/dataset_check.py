@@ -93,7 +93,14 @@ def _check_line(line: str, where: str) -> None:
             f"{where}: every line must be one JSON object: {error}; mend or remove the line"
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
-        raise DatasetError(f"{where}: a row needs messages=[{{'role': ..., 'content': ...}}, ...]; add them")
+        raise DatasetError(
+            f"{where}: a row is an object with messages=[{{'role': ..., 'content': ...}}, ...]; write it so"
+        )
+    last = row["messages"][-1]
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        raise DatasetError(
+            f"{where}: the last of a row's messages must be the assistant's, the answer; add it"
+        )
     try:
         _, boxes = read_ground_truth(row)
     except SampleError as error:

@@ -31,8 +31,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def valid(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     file = tmp_path / "run.yaml"
-    file.write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    file.write_text(
+        f"swift: {{output_dir: out, model: {tmp_path / 'model'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+    )
     return file
 
 
@@ -220,6 +224,9 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
     trainer.train = lambda config_path: 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Stage2Config, "warnings", ("too much",))
     told = []
+    for name in ("LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for variables in (
         {"RANK": "0"},
         {"RANK": "1"},

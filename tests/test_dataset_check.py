@@ -50,10 +50,15 @@ def test_a_good_file_passes_blank_lines_included(tmp_path: Path, row: dict[str, 
     [
         ('{"messages": [', ":2: every line must be one JSON object: Expecting value"),
         ("not json", ":2: every line must be one JSON object"),
-        ("[1]", ":2: a row needs messages="),
-        ("{}", ":2: a row needs messages="),
-        ('{"messages": []}', ":2: a row needs messages="),
-        ('{"messages": "hello"}', ":2: a row needs messages="),
+        ("[1]", ":2: a row is an object with messages="),
+        ("{}", ":2: a row is an object with messages="),
+        ('{"messages": []}', ":2: a row is an object with messages="),
+        ('{"messages": "hello"}', ":2: a row is an object with messages="),
+        (
+            '{"messages": [{"role": "user", "content": "Detect."}]}',
+            ":2: the last of a row's messages must be the",
+        ),
+        ('{"messages": ["hello"]}', ":2: the last of a row's messages must be the"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, row: dict[str, Any], line: str, message: str) -> None:

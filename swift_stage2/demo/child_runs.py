@@ -26,6 +26,7 @@ from swift_stage2.launch.stop_signals import StopSignals
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")
 _OWN_ERROR = re.compile(r"swift-stage2(?: \w+)*: error: ")
+_OURS_RAISED = re.compile(r"^swift_stage2\.errors\.\w+: ")  # says more than what it was raised from
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
 
 
@@ -135,7 +136,7 @@ def last_cause(log_path: Path) -> str:
         return f"its log cannot be read ({exc})"
     lines = [_SOURCE_PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    for pattern in (_OWN_ERROR, _RAISED):
+    for pattern in (_OWN_ERROR, _OURS_RAISED, _RAISED):
         for line in lines:  # the first failure is the cause, later ones follow from it
             if pattern.match(line):
                 return line

@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     Console().print(outcome_view(outcome))
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
+    _say(f"what it did, as a page: swift-stage2 report {job.run_dir}")
     return _FAILED if problems_of(outcome) else 0
 
 

@@ -74,16 +74,15 @@ def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outco
     return ok(f"port {server.group_port} is free")
 
 
-def check_reachable(server: ServerConfig, address: str, key: str) -> Outcome[str]:
-    """A TCP connection, and how long it took; hands the address on."""
+def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer: bool) -> Outcome[str]:
+    """A TCP connection, and how long it took; hands the address on. A server may not run yet, unless it must answer."""
     started = time.perf_counter()
     try:
         socket.create_connection((address, server.port), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        return failed(
-            f"nothing answers at {server.base_url}: {error}",
-            f"start the server there (swift-stage2 rollout, swift rollout or launch), or correct {key}.base_url",
-        )
+        found = f"nothing answers at {server.base_url}: {error}"
+        fix = f"start the server there (swift-stage2 rollout, swift rollout or launch), or correct {key}.base_url"
+        return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
     seconds = time.perf_counter() - started
     holder = holder_of(server.port) if is_here(address) else ""
     return ok(

@@ -173,7 +173,7 @@ def _examine_address(
         return host
     route = exam.check(
         f"server {index}: {'answers' if live else 'port open'}",
-        lambda: address.check_reachable(server, host.result, key),
+        lambda: address.check_reachable(server, host.result, key, must_answer=live),
         needs=[host],
     )
     if live:

@@ -61,9 +61,9 @@ class Finding:
 
 
 def findings(speed: Speed | None, course: Course, knobs: Knobs) -> tuple[Finding, ...]:
-    """What binds first, if the speed is known; then whatever else costs something."""
+    """What binds first, if the speed and the steps it was reached in are known; then what else costs something."""
     return (
-        *(_of_speed(speed, course, knobs) if speed else ()),
+        *(_of_speed(speed, course, knobs) if speed and course.num_steps else ()),
         *_missing_packs(speed, course, knobs),
         *_servers(course),
     )

@@ -15,6 +15,7 @@ from swift_stage2.report.content import (
     Sentence,
     Series,
     Table,
+    Tone,
     filled,
     number,
     pairs,
@@ -31,6 +32,7 @@ from swift_stage2.telemetry.ledger import Entry
 _MEASURES = ("precision", "recall", "f1", "mean_iou")
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NUM_BINS = 20
+_FEW_BOXES = 30
 _MOST_EVALUATIONS = 12
 
 
@@ -92,7 +94,16 @@ def drift_section(run: RunData, matches: Sequence[Match]) -> Section:
     )
     headings = ("asked for", "changed", "95 % interval", "boxes", "images")
     table = Table(f"Changed partners, matching threshold {threshold:g}", headings, rows)
-    return Section("drift", "Match drift", (Sentence(DEFINITION), table, chart))
+    few = any(one.num_boxes < _FEW_BOXES for one in _shown(found))
+    parts: list[Part | None] = [
+        Sentence(DEFINITION),
+        Sentence(f"Shares of fewer than {_FEW_BOXES} boxes say little: read their intervals.", Tone.WARN)
+        if few
+        else None,
+        table,
+        chart,
+    ]
+    return Section("drift", "Match drift", filled(parts))
 
 
 def fill_section(run: RunData) -> Section:

@@ -74,7 +74,7 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
 
 def _with_matches(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:
     ranks = read_ranks(run_dirs)
-    for rank, records in read_files(run_dirs, "matches"):
+    for rank, records, _ in read_files(run_dirs, "matches"):
         found = ranks.setdefault(rank, RankRecords(rank))
         found.matches.extend(
             record for record in records if record["kind"] == "match" and not found.is_void(record["time"])

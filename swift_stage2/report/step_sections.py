@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 from swift_stage2.report.content import (
@@ -34,16 +35,30 @@ def steps_section(run: RunData, summary: RunSummary) -> Section:
         "B skipped": number(sum(summary.skips.values())),
     }
     rows |= {f"B skipped: {reason}": number(count) for reason, count in summary.skips.items()}
-    differing, lost = summary.num_disagreements, summary.num_records_lost
+    differing = summary.num_disagreements
     parts: list[Part | None] = [
         pairs("Steps", rows),
         Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
         if differing
         else None,
-        Sentence(f"{lost} records of the audit were lost to a full disk.", Tone.WARN) if lost else None,
+        *_gaps(run, summary),
         _wanted_and_run(run.first) if run.first and summary.num_b_wanted else None,
     ]
     return Section("steps", "What was wanted and what ran", filled(parts))
+
+
+def _gaps(run: RunData, summary: RunSummary) -> Iterator[Sentence]:
+    """What is missing in the audit that all of the page but the account of samples is made from."""
+    if not any(records.starts or records.steps for records in run.ranks):
+        yield Sentence(
+            "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told.",
+            Tone.WARN,
+        )
+    if summary.missing_ranks:
+        missing = ", ".join(map(str, summary.missing_ranks))
+        yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
+    if lost := summary.num_records_lost:
+        yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
 
 
 def queue_section(run: RunData, knobs: Knobs, summary: RunSummary) -> Section:

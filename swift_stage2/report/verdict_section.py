@@ -27,6 +27,7 @@ def verdict_section(works: Iterable[RankWork], course: Course, knobs: Knobs) -> 
     found = findings(known, course, knobs)
     parts: list[Part | None] = [
         _headline(known, course) if known else Sentence(f"No speed-up can be told: {speed}.", Tone.WARN),
+        _caution(known) if known else None,
         *(Sentence(finding.sentence) for finding in found),
         _advice(found),
         _sums(known) if known else None,
@@ -38,7 +39,11 @@ def verdict_section(works: Iterable[RankWork], course: Course, knobs: Knobs) -> 
 def _headline(speed: Speed, course: Course) -> Headline:
     return Headline(
         (
-            ("speed-up", f"{speed.speed_up:.2f} ×", "over the same work done one after another"),
+            (
+                "speed-up, computed",
+                f"{speed.speed_up:.2f} ×",
+                "over the same work done one after another, from this run's own times",
+            ),
             (
                 "bound",
                 f"{speed.bound:.2f} ×",
@@ -47,6 +52,17 @@ def _headline(speed: Speed, course: Course) -> Headline:
             ("reached", f"{speed.fraction:.0%}", "of the bound"),
             ("B steps", f"{course.num_b_run} of {course.num_b_wanted}", "that the schedule wanted"),
         )
+    )
+
+
+def _caution(speed: Speed) -> Sentence | None:
+    estimated = [pace.channel for pace in speed.paces if pace.is_estimate]
+    if not estimated:
+        return None
+    return Sentence(
+        f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} ran "
+        "without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
+        Tone.WARN,
     )
 
 

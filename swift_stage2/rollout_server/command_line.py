@@ -58,7 +58,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 
 # --- transformers -------------------------------------------------------------------------------
 def _transformers_command(argv: Sequence[str]) -> ServerCommand:
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_PURPOSE)
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_PURPOSE, allow_abbrev=False)
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
                         help="vllm takes the options of `swift rollout` instead")  # fmt: skip

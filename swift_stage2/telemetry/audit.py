@@ -130,16 +130,32 @@ def read_audit(path: Path) -> list[Record]:
     Raises:
         OSError: the file cannot be read.
     """
-    records = []
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[Record], int]:
+    """The records of one file, and how many lines are none; a last line without its end may still be written.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    records: list[Record] = []
+    num_unreadable = 0
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "kind" in record:
+            if (record := _record(line)) is not None:
                 records.append(record)
-    return records
+            elif line.endswith(b"\n"):
+                num_unreadable += 1
+    return records, num_unreadable
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "kind" in record else None
 
 
 def to_json(value: Any) -> Any:

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.audit import GAP, Record, read_audit
+from swift_stage2.telemetry.audit import GAP, Record, read_lines
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class RankRecords:
     starts: list[Record] = field(default_factory=list)
     matches: list[Record] = field(default_factory=list)
     num_lost: int = 0
+    """Records that a full disk did not take, and lines that are none."""
     has_ended: bool = False
     """Whether the last process came to its orderly end."""
     void: list[tuple[float, float]] = field(default_factory=list)
@@ -80,21 +81,24 @@ def read_ranks(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:
         UserError: a file cannot be read.
     """
     ranks: dict[int, RankRecords] = {}
-    for rank, records in read_files(run_dirs, "audit"):
+    for rank, records, num_unreadable in read_files(run_dirs, "audit"):
+        found = ranks.setdefault(rank, RankRecords(rank))
         for record in records:
-            ranks.setdefault(rank, RankRecords(rank)).take(record)
+            found.take(record)
+        found.num_lost += num_unreadable
     return ranks
 
 
-def read_files(run_dirs: Sequence[Path], folder: str) -> Iterator[tuple[int, list[Record]]]:
-    """Rank and records of every file of one folder.
+def read_files(run_dirs: Sequence[Path], folder: str) -> Iterator[tuple[int, list[Record], int]]:
+    """Rank, records and number of unreadable lines of every file of one folder.
 
     Raises:
         UserError: a file cannot be read.
     """
     for path in chain.from_iterable(rank_files(run_dir, folder) for run_dir in run_dirs):
         try:
-            yield int(path.stem.removeprefix("rank")), read_audit(path)
+            records, num_unreadable = read_lines(path)
+            yield int(path.stem.removeprefix("rank")), records, num_unreadable
         except (OSError, ValueError) as error:
             raise UserError(
                 f"a file in {folder}/ is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"

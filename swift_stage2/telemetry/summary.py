@@ -64,7 +64,7 @@ class RunSummary:
     totals: Mapping[str, float]
     """Every counter, added up over ranks."""
     drops: Mapping[str, int]
-    """What was lost, by cause; causes that occurred only."""
+    """What was dropped, given up or failed, by cause; causes that occurred only."""
     ratios: Mapping[str, float]
     """Match quality, truncation and pack fill over the whole run, by tag; absent where nothing was counted."""
     num_rounds_committed: int
@@ -78,7 +78,9 @@ class RunSummary:
     """Error → how often a server failed a round with it."""
     activity: tuple[RankActivity, ...]
     num_records_lost: int
-    """Audit records that a full disk did not take."""
+    """Audit records that a full disk did not take, or that cannot be read any more."""
+    missing_ranks: tuple[int, ...]
+    """Ranks that the run had and whose audit is not there."""
 
 
 def summarise(run_dir: Path) -> RunSummary:
@@ -123,7 +125,13 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
         activity=tuple(_activity(rank.rank, rank.metrics[-1]) for rank in ranks if rank.metrics),
         num_records_lost=sum(rank.num_lost for rank in ranks),
+        missing_ranks=_missing(ranks),
     )
+
+
+def _missing(ranks: Sequence[RankRecords]) -> tuple[int, ...]:
+    world_size = max((start.get("world_size", 0) for rank in ranks for start in rank.starts), default=0)
+    return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks if rank.starts or rank.steps}))
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:

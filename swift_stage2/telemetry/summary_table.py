@@ -19,7 +19,7 @@ def _tables(summary: RunSummary) -> Iterator[Table]:
     yield _pairs("Steps", _steps(summary))
     lags = {f"{lag} behind the learner": f"{n} packs" for lag, n in summary.lag_counts.items()}
     yield _pairs("Version lag of trained packs", lags)
-    yield _pairs("Lost, by cause", {cause: str(count) for cause, count in summary.drops.items()})
+    yield _pairs("Dropped or failed, by cause", {cause: str(count) for cause, count in summary.drops.items()})
     yield _pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()})
     yield _pairs("Sync rounds", _rounds(summary))
     yield _round_times(summary)
@@ -37,7 +37,9 @@ def _steps(summary: RunSummary) -> dict[str, str]:
     if summary.num_disagreements:
         rows["plans that differ between ranks"] = str(summary.num_disagreements)
     if summary.num_records_lost:
-        rows["audit records lost to a full disk"] = str(summary.num_records_lost)
+        rows["audit records lost (full disk or damaged file)"] = str(summary.num_records_lost)
+    if summary.missing_ranks:
+        rows["ranks whose audit is missing"] = ", ".join(map(str, summary.missing_ranks))
     return rows
 
 

@@ -100,6 +100,10 @@ def test_the_caller_sees_the_last_moment_of_a_child(tmp_path: Path) -> None:
             "[launch] [learner] torch.OutOfMemoryError: big\nChildFailedError: 1\n",
             "torch.OutOfMemoryError: big",
         ),
+        (
+            "[rank0]: EOFError\n[rank0]: swift_stage2.errors.PreprocessorLost: it was killed\n",
+            "swift_stage2.errors.PreprocessorLost: it was killed",
+        ),
         ("first\nlast words\n\n", "last words"),
         ("", "it wrote nothing"),
     ],

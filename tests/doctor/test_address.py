@@ -109,8 +109,9 @@ def test_a_group_port_elsewhere_is_left_to_the_dry_round() -> None:
 
 
 def test_a_port_where_nobody_listens_fails_with_what_to_start(busy_port: int) -> None:
-    assert f"port {busy_port} is open" in address.check_reachable(at(busy_port), "127.0.0.1", KEY).found
-    outcome = address.check_reachable(at(free_port()), "127.0.0.1", KEY)
+    reachable = address.check_reachable(at(busy_port), "127.0.0.1", KEY, must_answer=True)
+    assert f"port {busy_port} is open" in reachable.found
+    outcome = address.check_reachable(at(free_port()), "127.0.0.1", KEY, must_answer=True)
     assert outcome.verdict is Verdict.FAILED
     assert "start the server there" in outcome.fix
     assert "rollout.servers[0].base_url" in outcome.fix

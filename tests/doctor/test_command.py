@@ -291,10 +291,16 @@ def test_without_evaluations_nothing_is_said_of_them(configure: Configure, docto
     assert not {"validation set", "evaluations"} & {row["check"] for row in report.findings}
 
 
-def test_a_server_that_is_started_elsewhere_must_answer(configure: Configure, doctor: Doctor) -> None:
-    report = doctor(configure(f"http://127.0.0.1:{free_port()}", swift__model="/nowhere/m"))
-    row = report.row("server 0: port open")
-    assert row["verdict"] == "failed"
+@pytest.mark.parametrize(
+    ("options", "check", "verdict"),
+    [((), "server 0: port open", "warning"), (("--live",), "server 0: answers", "failed")],
+)
+def test_a_server_that_is_started_elsewhere_must_answer_when_it_is_asked(
+    configure: Configure, doctor: Doctor, options: tuple[str, ...], check: str, verdict: str
+) -> None:
+    report = doctor(configure(f"http://127.0.0.1:{free_port()}", swift__model="/nowhere/m"), *options)
+    row = report.row(check)
+    assert row["verdict"] == verdict
     assert "start the server there" in row["fix"]
 
 

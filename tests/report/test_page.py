@@ -16,6 +16,7 @@ from swift_stage2.report.content import Chart, Headline, Sentence, Table
 from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import Report, report_of
 from swift_stage2.report.run_data import read_run
+from swift_stage2.telemetry.audit import audit_path
 
 SECTIONS = [
     "verdict",
@@ -243,3 +244,40 @@ def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
         ("training, lag 2", "0.0%", "2"),
         ("training, lag 3", "100.0%", "2"),
     ]
+
+
+# --- what is missing is told ----------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_a_whole_audit(run_dir: Path) -> None:
+    assert "of the audit were lost" not in sentences(report(run_dir), "steps")
+    assert "is missing" not in sentences(report(run_dir), "steps")
+
+
+def test_lines_of_the_audit_that_cannot_be_read_are_counted(run_dir: Path) -> None:
+    path = audit_path(run_dir, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"".join([*lines[:4], b"\xff\x00 no record\n", b"[1, 2]\n", *lines[6:], b'{"kind": "st'])
+    )
+    assert "2 records of the audit were lost (full disk or damaged file)" in sentences(
+        report(run_dir), "steps"
+    )
+
+
+def test_an_audit_of_garbage_ends_in_a_page_that_says_so(run_dir: Path) -> None:
+    audit_path(run_dir, 0).write_bytes(b"\xff\x00\n" * 7)
+    assert "7 records of the audit were lost" in sentences(report(run_dir), "steps")
+    assert main(["report", str(run_dir)]) == 0
+
+
+def test_a_rank_without_its_audit_is_named(run_dir: Path) -> None:
+    path = audit_path(run_dir, 0)
+    path.write_text(path.read_text().replace('"world_size":1', '"world_size":3'))
+    RunFiles(run_dir, rank=1).match([0, 0, 4, 0], version=1, images=[])  # its matches are no audit
+    assert "The audit of rank 1, 2 is missing" in sentences(report(run_dir), "steps")
+
+
+def test_a_run_without_any_audit_says_what_cannot_be_told(run_dir: Path) -> None:
+    audit_path(run_dir, 0).unlink()
+    assert "There is no audit (audit/rank*.jsonl)" in sentences(report(run_dir), "steps")
