@@ -136,9 +136,10 @@ def gains_over_first(arms: Sequence[Arm], b_ratio: float) -> list[float]:
 def notes(arms: Sequence[Arm]) -> list[str]:
     """What else may be asked."""
     steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
+    common = f"swift-stage2 bench learning --steps {steps} --seeds {seeds}"
     return [
-        f"Real digits: swift-stage2 bench learning --steps {steps} --seeds {seeds} --b-ratios 0,0.1,0.3 --kind digits",
-        f"Half of all steps: swift-stage2 bench learning --steps {steps} --seeds {seeds} --b-ratios 0,0.5",
+        f"To ask it of real digits: {common} --b-ratios 0,0.1,0.3 --kind digits",
+        f"To ask it of half of all steps: {common} --b-ratios 0,0.5",
     ]
 
 

@@ -282,10 +282,11 @@ class Pipeline:
     def _take_back(self, outcome: BatchOutcome) -> None:
         too_slow = [sample.key for sample in outcome.timed_out]
         aborted = {rollout.sample.key for rollout in outcome.aborted}
-        reasons: dict[ReturnReason, list[SampleKey]] = {ReturnReason.ABORTED: [], ReturnReason.FAILED: []}
+        unanswered = ReturnReason.STOPPED if self._stop.is_set() else ReturnReason.FAILED
+        reasons: dict[ReturnReason, list[SampleKey]] = {ReturnReason.ABORTED: [], unanswered: []}
         for sample in outcome.returned:
             if sample.key not in too_slow:
-                reason = ReturnReason.ABORTED if sample.key in aborted else ReturnReason.FAILED
+                reason = ReturnReason.ABORTED if sample.key in aborted else unanswered
                 reasons[reason].append(sample.key)
         for reason, keys in reasons.items():
             self._source.give_back(keys, reason)

@@ -26,6 +26,8 @@ class ReturnReason(StrEnum):
     """Its server ended it early for a pending round."""
     FAILED = "failed"
     """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over."""
+    STOPPED = "stopped"
+    """The run ended while it was asked."""
 
     @property
     def counts_attempt(self) -> bool:
