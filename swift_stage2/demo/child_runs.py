@@ -96,7 +96,8 @@ class ChildRuns:
         end = time.monotonic() + deadline_s
         with Job(log_dir, self._signals, self._show) as job:
             trees = [_start(job, child) for child in children]
-            while (failed := _failed(trees)) is None and (running := _running(trees)):
+            running, failed = _look(trees)
+            while running and failed is None:
                 job.step()
                 each_moment()
                 if self._signals.received is not None:
@@ -106,6 +107,7 @@ class ChildRuns:
                         f"{running[0].command.name} must end within {deadline_s:.0f} s, it did not; see "
                         f"{running[0].log_path}"
                     )
+                running, failed = _look(trees)
         each_moment()
         if failed is not None:
             status, cause = failed.poll(), last_cause(failed.log_path)
@@ -120,12 +122,11 @@ def _start(job: Job, child: Child) -> ProcessTree:
         return job.start(Command(name=child.name, argv=child.argv, environment=environment, grace_s=_GRACE_S))
 
 
-def _running(trees: Sequence[ProcessTree]) -> list[ProcessTree]:
-    return [tree for tree in trees if tree.poll() is None]
-
-
-def _failed(trees: Sequence[ProcessTree]) -> ProcessTree | None:
-    return next((tree for tree in trees if tree.poll() not in (None, 0)), None)
+def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree | None]:
+    """Those that run, and one that failed; asked once, or one that fails between two questions would be neither."""
+    statuses = [(tree, tree.poll()) for tree in trees]
+    running = [tree for tree, status in statuses if status is None]
+    return running, next((tree for tree, status in statuses if status not in (None, 0)), None)
 
 
 def last_cause(log_path: Path) -> str:
