@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import torch
 from dropping_port import LINEAR, a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES
+from stopped_process import stop_process
 from test_weight_transport import AnyCanary
 from torch.distributed import TCPStore
 from torchrun_job import free_port
@@ -148,7 +148,7 @@ def test_a_stock_server_that_never_comes_to_the_barrier_ends_the_wait_for_its_ke
 def test_a_frozen_stock_server_keeps_no_push_although_its_store_never_answers() -> None:
     with peer("stock") as (process, port):
         transport, _ = kept(port)
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         with pytest.raises(ServerFault, match="barrier did not end within"):
             transport.send(torch.zeros(4, dtype=torch.uint8), Deadline(0.5))
 
@@ -159,7 +159,7 @@ def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> Non
         transport, _ = kept(port)
         sync._transports[0] = transport
         assert sync.lost_servers() == ()
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         assert sync.lost_servers() == ()
         question = transport._question
         assert sync.lost_servers() == ()

@@ -68,15 +68,25 @@ def test_a_command_that_outlives_its_output_keeps_its_status(
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def config_of_a_run(directory: Path) -> Path:
+    """Of a model that looks like one."""
+    (directory / "config.json").write_text("{}")
+    file = directory / "run.yaml"
+    file.write_text(
+        f"swift: {{output_dir: out, model: {directory}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+    )
+    return file
+
+
 def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    file = config_of_a_run(tmp_path)
     code = (
         "import sys, types\n"
         "from swift_stage2 import cli\n"
         "module = types.ModuleType('swift_stage2.trainer')\n"
         "module.train = lambda config_path: print('step 1') or 7\n"
         "sys.modules[module.__name__] = module\n"
-        f"sys.exit(cli.main(['train', {str(tmp_path / 'run.yaml')!r}]))\n"
+        f"sys.exit(cli.main(['train', {str(file)!r}]))\n"
     )
     ended = python_unread("-c", code)
     assert (ended.returncode, ended.stderr) == (7, "")
@@ -86,8 +96,7 @@ def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.M
     def train(config_path: str) -> int:
         raise BrokenPipeError("a server's")
 
-    file = tmp_path / "run.yaml"
-    file.write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    file = config_of_a_run(tmp_path)
     module = types.ModuleType("swift_stage2.trainer")
     module.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "swift_stage2.trainer", module)

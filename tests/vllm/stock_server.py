@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import swift_stage2_cpu
+from stopped_process import stop_process
 from torchrun_job import free_port
 
 from swift_stage2 import demo
@@ -77,8 +78,8 @@ class ServerProcess:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Takes no call and answers none meanwhile; what is sent to it waits."""
-        self.process.send_signal(signal.SIGSTOP)
         try:
+            stop_process(self.process.pid)
             yield
         finally:
             self.process.send_signal(signal.SIGCONT)

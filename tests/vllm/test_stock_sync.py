@@ -16,6 +16,7 @@ import pytest
 import torch
 from live_server import free_port, load_learner
 from stock_server import ServerProcess
+from stopped_process import stop_process
 from test_weight_sync import GenerateCanary
 
 from swift_stage2 import rollout_protocol as protocol
@@ -211,7 +212,7 @@ def test_a_server_that_dies_between_two_rounds_is_lost_without_being_asked(tmp_p
         assert outcome.proven == (0,), outcome.reports[0].error
         assert learner.sync.lost_servers() == ()
         worker = server.named("VLLM::Worker")
-        worker.suspend()
+        stop_process(worker.pid)
         assert learner.sync.lost_servers() == ()  # silent; rollouts will tell
         worker.resume()
         transport = learner.sync._transports[0]
