@@ -125,10 +125,7 @@ def _possible() -> list[str]:
     has_vllm = _has_vllm()
     for name, planned in PLAN.items():
         if planned.needs_vllm and not has_vllm:
-            print(
-                f"[bench] {name}: left out, {_NO_VLLM}",
-                flush=True,
-            )
+            print(f"[bench] {name}: left out, {_NO_VLLM}", flush=True)
     return [name for name, planned in PLAN.items() if has_vllm or not planned.needs_vllm]
 
 

@@ -119,31 +119,21 @@ def test_a_log_that_is_not_there_has_a_cause_too(tmp_path: Path) -> None:
 
 
 def test_several_run_at_once_each_on_its_cores(tmp_path: Path) -> None:
-    """Each waits for what the other writes first."""
-    code = """
-import os, pathlib, sys, time
-mine, other = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-mine.touch()
-end = time.monotonic() + 60
-while not other.exists() and time.monotonic() < end: time.sleep(0.01)
-print(other.exists(), sorted(os.sched_getaffinity(0)))
-"""
-    core = max(os.sched_getaffinity(0))
+    """A pipe with a name opens only when a reader and a writer are there at the same time."""
+    code = "import os, sys; open(sys.argv[1], sys.argv[2]); print(sorted(os.sched_getaffinity(0)))"
+    core, pipe = max(os.sched_getaffinity(0)), tmp_path / "pipe"
+    os.mkfifo(pipe)
     with ChildRuns() as children:
         children.run_together(
             [
-                Child(
-                    name=mine,
-                    argv=(*_python(code), str(tmp_path / mine), str(tmp_path / other)),
-                    cores=frozenset({core}),
-                )
-                for mine, other in (("one", "two"), ("two", "one"))
+                Child(name=name, argv=(*_python(code), str(pipe), mode), cores=frozenset({core}))
+                for name, mode in (("reader", "r"), ("writer", "w"))
             ],
-            log_dir=tmp_path / "logs",
+            log_dir=tmp_path,
             deadline_s=PATIENCE_S,
         )
-    for name in ("one", "two"):
-        assert (tmp_path / "logs" / f"{name}.log").read_text() == f"True [{core}]\n"
+    for name in ("reader", "writer"):
+        assert (tmp_path / f"{name}.log").read_text() == f"[{core}]\n"
 
 
 def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
