@@ -1,13 +1,14 @@
 """Turns the data set into this rank's own endless, resumable stream of samples.
 
-Independent of channel A's dataloader. Every position of an epoch's shard is *outstanding* from its
-first draw until it is settled (trained, or quarantined); whatever is outstanding when a checkpoint is
-written is drawn again, first, after resume. Every change is told to the ledger under the one lock, so that
-ledger and state agree at any moment. Called by the pipeline's thread and by the learner.
+Channel A orders the same rows by ``seed + epoch``; this stream by a hash, so that both never train in step. Every
+position of an epoch's shard is *outstanding* from its first draw until it is settled (trained, or quarantined);
+whatever is outstanding when a checkpoint is written is drawn again, first, after resume. Every change is told to
+the ledger under the one lock, so that ledger and state agree at any moment.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,9 @@ from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
 from swift_stage2.errors import DatasetError, SampleError
+
+_STREAM = "channel_b/1"
+"""Names the permutations: another name is another order, so checkpoints keep it."""
 
 
 class Rows(Protocol):
@@ -42,7 +46,7 @@ class Drawn:
 class SampleSource:
     """This rank's share of the data set, epoch after epoch.
 
-    The share is every ``world_size``-th row of a permutation seeded by (seed, epoch). Unlike
+    The share is every ``world_size``-th row of a permutation seeded by a hash of (stream, seed, epoch). Unlike
     ``DistributedSampler`` it is never padded, so no row is drawn twice in an epoch; ranks may hold one
     row more or less, which is harmless because no collective depends on this stream.
     """
@@ -120,17 +124,18 @@ class SampleSource:
         """Continues where ``state_dict`` was taken.
 
         Raises:
-            DatasetError: the data set, the number of ranks or the seed is another one.
+            DatasetError: the data set, the number of ranks, the seed or the stream is another one.
         """
         for name, now in (
+            ("stream", _STREAM),
             ("num_rows", len(self._rows)),
             ("world_size", self._world_size),
             ("seed", self._seed),
         ):
-            if state[name] != now:
+            if state.get(name) != now:
                 raise DatasetError(
                     f"resume needs the same {name} as the checkpoint, got {name}={now}, checkpoint "
-                    f"{name}={state[name]}; restore it or start a new run from the checkpoint's weights"
+                    f"{name}={state.get(name)}; restore it or start a new run from the checkpoint's weights"
                 )
         with self._lock:
             self._epoch = int(state["epoch"])
@@ -144,6 +149,7 @@ class SampleSource:
         return {
             "epoch": self._epoch,
             "position": self._position,
+            "stream": _STREAM,
             "num_rows": len(self._rows),
             "world_size": self._world_size,
             "seed": self._seed,
@@ -166,7 +172,8 @@ class SampleSource:
         return key
 
     def _shard_of(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self._seed + epoch)
+        digest = hashlib.sha256(f"{_STREAM}/{self._seed}/{epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._rows), generator=generator).tolist()
         return permutation[self._rank :: self._world_size]
 

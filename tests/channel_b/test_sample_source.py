@@ -151,6 +151,57 @@ def test_a_checkpoint_of_another_stream_is_refused(change: dict[str, int], messa
         _source(**change).load_state_dict(state)
 
 
+def test_a_checkpoint_of_another_permutation_is_refused() -> None:
+    state = _source().state_dict()
+    del state["stream"]  # as it was before streams had names
+    with pytest.raises(DatasetError, match="the same stream as the checkpoint, got stream=channel_b/1"):
+        _source().load_state_dict(state)
+
+
+def _channel_a(count: int, rank: int, world_size: int, seed: int, epoch: int) -> list[int]:
+    """One epoch's rows of a rank as ms-swift's own sampler orders them."""
+    from swift.dataloader import BatchSamplerShard
+
+    class OfRank(BatchSamplerShard):  # the real one asks torch.distributed
+        @property
+        def rank(self) -> int:
+            return rank
+
+        @property
+        def world_size(self) -> int:
+            return world_size
+
+    sampler = OfRank(count, batch_size=1, shuffle=True, drop_last=False, data_seed=seed)
+    sampler.set_epoch(epoch)
+    return [index for batch in sampler for index in batch]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [640, 641, 643, 997])
+@pytest.mark.parametrize("seed", [0, 42])
+def test_channel_b_draws_another_stream_than_channel_a(count: int, world_size: int, seed: int) -> None:
+    """Neither the same row at the same place, nor within a few places, nor the same share of a rank."""
+    for rank in range(world_size):
+        source = _source(count, rank=rank, world_size=world_size, seed=seed)
+        for epoch in range(3):
+            b_rows = _epoch(source, epoch)
+            for a_epoch in range(4):
+                a_rows = _channel_a(count, rank, world_size, seed, a_epoch)
+                shared = len(set(a_rows) & set(b_rows)) / len(b_rows)
+                assert abs(shared - 1 / world_size) < 0.15
+                for shift in range(-3, 4):
+                    pairs = zip(a_rows[max(shift, 0) :], b_rows[max(-shift, 0) :], strict=False)
+                    assert (
+                        sum(a == b for a, b in pairs) <= 12
+                    )  # independent orders: Poisson with mean 1 or less
+
+
+def test_no_seed_repeats_the_next_seeds_epochs() -> None:
+    source, other = _source(50, seed=3), _source(50, seed=4)
+    epochs = [_epoch(source, 0), _epoch(source, 1), _epoch(other, 0), _epoch(other, 1)]
+    assert len({tuple(rows) for rows in epochs}) == 4
+
+
 class Stream(RuleBasedStateMachine):
     """The source against a model that keeps whole lists: rows to come, rows to repeat, rows in hand."""
 
