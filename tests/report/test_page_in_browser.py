@@ -16,6 +16,8 @@ from swift_stage2.report.page import write_page
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 
+pytestmark = pytest.mark.browser
+
 EVIL = "</script><script>window.broken = 1</script><img src=x onerror=window.broken=1>"
 ARGUMENTS = (
     "--headless",
