@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
@@ -106,6 +107,7 @@ def start_run(
     kept_rows = rows_to_keep(len(rows), config.telemetry.gallery_rows, seed)
     telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
     channel_b = None
+    failures = BackgroundFailures()
     with ExitStack() as on_failure:
         on_failure.callback(telemetry.close)
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
@@ -114,7 +116,7 @@ def start_run(
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(control)
         if config.b_enabled:
-            wait_for_servers(config, control)
+            ours = wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
@@ -134,6 +136,8 @@ def start_run(
                 wrap_transport,
                 validation_rows,
                 total_steps,
+                ours,
+                failures,
             )
             channel_b = together(control, build)
         on_failure.pop_all()
@@ -146,6 +150,7 @@ def start_run(
         starvation=StarvationWatch(starvation.grace_steps) if watched else None,
         fail_when_starved=starvation.action is StarvationAction.FAIL,
         channel_b=channel_b,
+        failures=failures,
     )
     start_record = partial(
         telemetry.record.start,
@@ -274,6 +279,8 @@ def _build_channel_b(
     wrap_transport: WrapTransport,
     validation_rows: Rows | None,
     total_steps: int,
+    ours: set[str],
+    failures: BackgroundFailures,
 ) -> ChannelB:
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
     rollout = config.rollout
@@ -359,6 +366,7 @@ def _build_channel_b(
         proof=rollout.sync.proof,
         api_key=api_key,
         span=telemetry.trace.span,
+        ours=ours,
     )
     return ChannelB(
         source=parts.source,
@@ -384,12 +392,16 @@ def _build_channel_b(
             on_lost=lambda server: control.notes.write(
                 _note_of_loss(base_urls[server], clock.current), "lost"
             ),
+            ours=ours,
+            failures=failures,
         ),
         abort=PendingAbort(
             enabled=rollout.sync.on_pending is OnPending.ABORT,
             rank=control.rank,
             api_key=api_key,
             run_id=run_id,
+            ours=ours,
+            failures=failures,
         ),
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,

@@ -9,6 +9,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     │   ├── DatasetError          the data set as a whole cannot be used
     │   └── ServerUnavailable     a rollout server is missing when a run starts
     ├── SampleError               one sample cannot be used; it is quarantined, the run goes on
+    │   └── PromptMismatch        the server was asked another prompt than the learner's
     ├── PackingError              lengths that cannot be packed
     ├── MatchingError             boxes or settings that cannot be matched
     ├── QueueClosed               offer or reserve after ReadyQueue.close()
@@ -16,7 +17,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── TicketTimeout             the fence stayed closed for longer than the caller waits
     ├── FenceShutDown             the fence will never open again
     ├── ProtocolError             a rollout server answered something that the wire does not allow
-    ├── ServerFault               one rollout server failed in a sync round; it becomes suspect
+    ├── ServerFault               one rollout server did not answer a call as it must; in a round it becomes suspect
     ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
     ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
     ├── RoundRefused              our server will not do this now; nothing was changed
@@ -32,6 +33,10 @@ are translated once, where they enter, with ``raise ... from exc``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
 
 
 class Stage2Error(Exception):
@@ -56,6 +61,14 @@ class ServerUnavailable(UserError):
 
 class SampleError(Stage2Error):
     """One sample cannot be used. It is quarantined with this message and training goes on."""
+
+
+class PromptMismatch(SampleError):
+    """An answer to another prompt than the sample's, whose token ids are ``expected``."""
+
+    def __init__(self, message: str, expected: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.expected = expected
 
 
 class PackingError(Stage2Error):
@@ -86,26 +99,45 @@ class ProtocolError(Stage2Error):
     """A rollout server's reply does not have the shape that the wire protocol requires."""
 
 
-class ServerFault(Stage2Error):
-    """One rollout server failed, lied or was lost during a sync round; it becomes suspect.
+class FaultKind(StrEnum):
+    """How a call to a server ended without a good answer."""
 
-    ``reason`` is our server's own word for a refusal (``rollout_protocol.RefusalReason``), if it gave one;
-    ``refuses_key`` whether the server wants another API key, which no waiting mends; ``status`` the HTTP status
-    of an answer that was none.
+    UNREACHABLE = "unreachable"  # no connection, so nothing was sent
+    LOST = "lost"  # the connection broke after something was sent
+    LATE = "late"  # no whole answer by the deadline; the server may still be at it
+    STATUS = "status"  # an answer that says that the server did not do it
+    UNUSABLE = "unusable"  # an answer that the wire does not allow
+    ENDED = "ended"  # this process is shutting down
+
+
+class ServerFault(Stage2Error):
+    """One rollout server failed, lied or was lost; in a sync round it becomes suspect.
+
+    ``kind`` says how a call ended, None for what is wrong beyond a single call; ``status`` and ``record`` are the HTTP
+    status of an answer that was none, and its body if that is JSON; ``refuses_key`` whether the server wants another
+    API key, which no waiting mends.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        reason: str | None = None,
-        refuses_key: bool = False,
+        kind: FaultKind | None = None,
         status: int | None = None,
+        record: Any = None,
+        refuses_key: bool = False,
     ) -> None:
         super().__init__(message)
-        self.reason = reason
-        self.refuses_key = refuses_key
+        self.kind = kind
         self.status = status
+        self.record = record
+        self.refuses_key = refuses_key
+
+    @property
+    def reason(self) -> str | None:
+        """Our server's own word for a refusal (``rollout_protocol.RefusalReason``), if it gave one."""
+        reason = self.record.get("reason") if isinstance(self.record, Mapping) else None
+        return reason if isinstance(reason, str) else None
 
 
 class WeightSyncError(Stage2Error):

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.records import Pack
@@ -113,7 +114,10 @@ class Learner:
         starvation: StarvationWatch | None,
         fail_when_starved: bool,
         channel_b: ChannelB | None,
+        failures: BackgroundFailures | None = None,
     ) -> None:
+        """``failures`` are of threads that nobody waits for; every step tells the new ones."""
+        self._failures = failures or BackgroundFailures()
         self._b_ratio = b_ratio
         self._control = control
         self._events = events
@@ -131,6 +135,7 @@ class Learner:
 
     def start(self) -> None:
         """Starts the background threads. The fence stays closed until the first round has proven a server."""
+        self._failures.watch()
         if self._b is not None:
             self._b.probe.start()
             self._b.pipeline.start()
@@ -151,6 +156,8 @@ class Learner:
             ChannelBStarved: B starved and the configuration asks to fail.
         """
         self._measure_step()
+        for failure in self._failures.take():
+            self._events.record_warning(failure)
         if self._b is not None:
             self._run_round_if_due(self._b, step)
         started = time.perf_counter()
@@ -179,6 +186,7 @@ class Learner:
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
+        self._failures.stop()
         b = self._b
         if b is None:
             return

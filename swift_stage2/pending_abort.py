@@ -7,10 +7,11 @@ makes it wait as if nobody had asked. Owned by the learner, used with ``sync.on_
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 
@@ -22,7 +23,19 @@ _DEADLINE_S = 5.0
 class PendingAbort:
     """One ask at a time; on other ranks than 0, or when not ``enabled``, it does nothing."""
 
-    def __init__(self, *, enabled: bool, rank: int, api_key: str | None, run_id: str) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        rank: int,
+        api_key: str | None,
+        run_id: str,
+        ours: Container[str] = (),
+        failures: BackgroundFailures | None = None,
+    ) -> None:
+        """``ours`` are servers that must not answer as stock ones do; ``failures`` takes what goes wrong here."""
+        self._ours = ours
+        self._failures = failures or BackgroundFailures()
         self._active = enabled and rank == 0
         self._api_key = api_key
         self._run_id = run_id
@@ -37,12 +50,18 @@ class PendingAbort:
         """
         if not self._active or (self._asking is not None and not self._asking.done()):
             return
-        self._asking = self._thread.submit(self._ask_all, tuple(base_urls), version)
+        self._asking = self._thread.submit(self._run, tuple(base_urls), version)
 
     def stop(self) -> None:
         """Asks nothing more. Does not wait: a call in progress ends by its own deadline."""
         self._active = False
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, base_urls: Sequence[str], version: int) -> None:
+        try:
+            self._ask_all(base_urls, version)
+        except Exception as error:  # top of the thread: nobody looks at its future
+            self._failures.note("pending-abort", error)
 
     def _ask_all(self, base_urls: Sequence[str], version: int) -> None:
         body = protocol.AbortRequest(self._run_id, version).to_json()
@@ -53,7 +72,7 @@ class PendingAbort:
                 continue
             deadline = Deadline(_DEADLINE_S)
             try:
-                with ServerSession(base_url, self._api_key) as session:
+                with ServerSession(base_url, self._api_key, must_be_ours=base_url in self._ours) as session:
                     if not session.info(deadline).can_abort:
                         self._cannot_abort.add(base_url)
                         logger.info("%s cannot abort; a pending round waits for its rollouts", base_url)

@@ -7,12 +7,13 @@ Everything on the wire is JSON and is checked field by field; nothing is unpickl
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from pydantic_core import from_json
 
 from swift_stage2.errors import ProtocolError
 
@@ -39,6 +40,31 @@ ABORT = "/stage2/abort/"
 
 # A round's own requests carry its id; our server refuses any other /infer/ while a round is open.
 ROUND_HEADER = "X-Stage2-Round"
+
+
+# How long an answer may be. JSON spells an id in at most 8 bytes, a token's text and its log-probability in some more;
+# a prompt's ids come back as well, some ten thousands where images are large, and stock servers echo messages.
+MOST_CONTROL_BYTES = 32 << 20  # a manifest and two checksums for each of 70,000 tensors
+_BYTES_OF_A_PROMPT = 512 << 10
+_BYTES_OF_A_TOKEN = 512
+_LARGEST_INTEGER = 2**63 - 1
+
+
+def most_infer_bytes(num_requests: int, max_new_tokens: int) -> int:
+    """How long the answer to an ``/infer/`` call may be, beyond the bytes that were sent."""
+    return (1 << 20) + num_requests * (_BYTES_OF_A_PROMPT + max_new_tokens * _BYTES_OF_A_TOKEN)
+
+
+def parse_json(body: bytes) -> Any:
+    """What a server sent, in UTF-8 whatever it claims.
+
+    Raises:
+        ProtocolError: no JSON, more than 200 levels deep, half a character, or a number of more than 4300 digits.
+    """
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ProtocolError(f"an answer must be JSON: {error}") from error
 
 
 class RefusalReason(StrEnum):
@@ -144,8 +170,8 @@ class RoundRequest:
         manifest = record.get("manifest")
         if not isinstance(manifest, list):
             raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
-        timeout_s = record.get("timeout_s", 300.0)
-        if not isinstance(timeout_s, (int, float)) or not math.isfinite(timeout_s) or timeout_s <= 0:
+        timeout_s = _finite(record.get("timeout_s", 300.0), "timeout_s")
+        if timeout_s <= 0:
             raise ProtocolError(
                 f"timeout_s must be a positive number of seconds, got timeout_s={timeout_s!r}"
             )
@@ -154,7 +180,7 @@ class RoundRequest:
             run_id=_text(record, "run_id"),
             version=_integer(record.get("version"), "version"),
             manifest=tuple(TensorSpec.from_json(item) for item in manifest),
-            timeout_s=float(timeout_s),
+            timeout_s=timeout_s,
         )
 
 
@@ -284,12 +310,8 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
     return tuple(_parse_completion(item) for item in data)
 
 
-def parse_failed_places(body: bytes) -> tuple[int, ...]:
+def parse_failed_places(record: Any) -> tuple[int, ...]:
     """Places of the requests that our server's error answer to ``/infer/`` names as failed; empty for any other."""
-    try:
-        record = json.loads(body)
-    except (ValueError, RecursionError):
-        return ()
     failures = record.get("failures") if isinstance(record, Mapping) else None
     entries = failures if isinstance(failures, list) else []
     places = [entry.get("index") for entry in entries if isinstance(entry, Mapping)]
@@ -358,9 +380,19 @@ def _log_probs(value: Any) -> tuple[float, ...] | None:
     if not isinstance(content, list):
         raise ProtocolError("logprobs.content must be a list")
     numbers = [_mapping(entry, "logprobs entry").get("logprob") for entry in content]
-    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
-        raise ProtocolError("every logprob must be a finite number")
-    return tuple(float(n) for n in numbers if n is not None)
+    return tuple(_finite(number, "logprob") for number in numbers)
+
+
+def _finite(value: Any, what: str) -> float:
+    # An integer may be larger than any float; bool is one of Python's integers.
+    is_number = isinstance(value, float) or (type(value) is int and abs(value) <= _LARGEST_INTEGER)
+    if not is_number or not math.isfinite(value):
+        raise ProtocolError(f"{what} must be a finite number, got {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else type(value).__name__
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
@@ -381,15 +413,17 @@ def _optional_text(record: Mapping[str, Any], key: str) -> str | None:
 
 
 def _integer(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int:
         raise ProtocolError(f"{what} must be an integer, got {type(value).__name__}")
+    if abs(value) > _LARGEST_INTEGER:
+        raise ProtocolError(f"{what} must be an integer of 64 bits, got one of {value.bit_length()}")
     return value
 
 
 def _integer_list(record: Mapping[str, Any], key: str) -> list[int]:
     value = record.get(key)
-    if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
-        raise ProtocolError(f"{key} must be a list of integers")
+    if not isinstance(value, list) or not all(type(n) is int and abs(n) <= _LARGEST_INTEGER for n in value):
+        raise ProtocolError(f"{key} must be a list of integers of 64 bits")
     return value
 
 

@@ -33,7 +33,8 @@ MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 class ServerPush(threading.Thread):
     """Brings one server to one version. ``finished`` is set last; then ``report`` or ``learner_fault`` is there.
 
-    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``span`` is entered
+    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``ours``
+    are base URLs of servers that must not answer as stock ones do. ``span`` is entered
     with the name of every phase.
     """
 
@@ -47,6 +48,7 @@ class ServerPush(threading.Thread):
         make_transport: MakeTransport,
         *,
         distrusted: bool,
+        ours: set[str],
         span: EnterSpan = untraced,
     ) -> None:
         super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
@@ -57,6 +59,7 @@ class ServerPush(threading.Thread):
         self._transports = transports
         self._make_transport = make_transport
         self._distrusted = distrusted
+        self._ours = ours
         self._span = span
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
@@ -68,7 +71,8 @@ class ServerPush(threading.Thread):
 
     def run(self) -> None:
         try:
-            with ServerSession(self._endpoint.base_url, self._order.api_key) as session:
+            base_url, key = self._endpoint.base_url.rstrip("/"), self._order.api_key
+            with ServerSession(base_url, key, must_be_ours=base_url in self._ours) as session:
                 self._transfer(session)
             self.report = self._make_report(None)
         except ServerFault as error:
@@ -88,6 +92,8 @@ class ServerPush(threading.Thread):
         with self._phase("begin"):
             info = session.info(order.deadline)
             self._incarnation = info.incarnation
+            if not info.stock:
+                self._ours.add(session.base_url)
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
             if not info.stock:
                 self._begin(session, _agreed_manifest(order.manifest, info.manifest))

@@ -15,8 +15,8 @@ _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
 
 
-def wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
-    """Returns once every server answers and can be given weights.
+def wait_for_servers(config: Stage2Config, control: ControlGroup) -> set[str]:
+    """Returns once every server answers and can be given weights: the base URLs of those that are ours.
 
     Raises:
         ConfigError: a server cannot be given weights from here; on every rank.
@@ -25,6 +25,7 @@ def wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
     start_timeout_s = config.rollout.start_timeout_s
     end = time.monotonic() + start_timeout_s
     waiting = [server.base_url for server in config.rollout.servers]
+    ours: set[str] = set()
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
         told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
@@ -36,23 +37,29 @@ def wait_for_servers(config: Stage2Config, control: ControlGroup) -> None:
                 f"got no answer: {told['missing']}; start it, or correct rollout.servers"
             )
         if told["answers"]:
-            waiting.pop(0)
+            base_url = waiting.pop(0)
+            if told["ours"]:
+                ours.add(base_url.rstrip("/"))
+    return ours
 
 
 def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server."""
-    told: dict[str, Any] = {"answers": False, "missing": "", "refused": ""}
+    told: dict[str, Any] = {"answers": False, "ours": False, "missing": "", "refused": ""}
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
             try:
-                info = session.info(Deadline(max(0.1, slice_ends - time.monotonic())))
+                deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
+                info = session.info(deadline)
+                if info.stock:  # for the whole run, so one odd answer shall not decide it
+                    info = session.info(deadline)
             except ServerFault as fault:
                 if fault.refuses_key or time.monotonic() >= slice_ends:
                     told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
                     return told
             else:
-                told["answers"] = True
+                told["answers"], told["ours"] = True, not info.stock
                 if info.stock and not vllm_is_installed():
                     told["refused"] = (
                         f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "

@@ -7,10 +7,11 @@ the step's vector. A loss travels there too. Never asks while a round runs. Owne
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 
@@ -24,7 +25,8 @@ class SuspectProbe:
 
     ``find_lost`` names servers, by index, that what is kept of the last round has lost: a stock server that was
     restarted between two calls has no other sign. It must return within a few seconds. ``on_lost`` gets each of them,
-    once between two rounds, on the probe's thread.
+    once between two rounds, on the probe's thread. ``ours`` are servers that must not answer as stock ones do. What
+    goes wrong on the thread is noted in ``failures``, and the next look is taken all the same.
     """
 
     def __init__(
@@ -35,12 +37,16 @@ class SuspectProbe:
         interval_s: float = 1.0,
         find_lost: Callable[[], Sequence[int]] = tuple,
         on_lost: Callable[[int], None] = lambda server: None,
+        ours: Container[str] = (),
+        failures: BackgroundFailures | None = None,
     ) -> None:
         self._active = rank == 0
         self._api_key = api_key
         self._interval_s = interval_s
         self._find_lost = find_lost
         self._on_lost = on_lost
+        self._ours = ours
+        self._failures = failures or BackgroundFailures()
         self._changed = threading.Condition()
         self._watched: tuple[str, ...] = ()
         self._answering: frozenset[str] = frozenset()
@@ -99,9 +105,12 @@ class SuspectProbe:
                 if self._stopped:
                     return
                 waiting = [url for url in self._watched if url not in self._answering]
-            for url in waiting:
-                self._ask(url)
-            self._look_for_lost()
+            try:
+                for url in waiting:
+                    self._ask(url)
+                self._look_for_lost()
+            except Exception as error:  # top of the thread: its end would leave every suspect out for good
+                self._failures.note(self._thread.name, error)
 
     def _ask(self, url: str) -> None:
         if not self._asking.acquire(blocking=False):
@@ -133,7 +142,7 @@ class SuspectProbe:
     def _answers(self, url: str) -> bool:
         deadline = Deadline(_DEADLINE_S)
         try:
-            with ServerSession(url, self._api_key) as session:
+            with ServerSession(url, self._api_key, must_be_ours=url in self._ours) as session:
                 info = session.info(deadline)
                 if info.stock:
                     session.get(protocol.WORLD_SIZE, deadline)

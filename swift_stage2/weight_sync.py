@@ -61,8 +61,13 @@ class WeightSync:
         proof: Proof = Proof.AUTO,
         api_key: str | None = None,
         span: EnterSpan = untraced,
+        ours: set[str] | None = None,
     ) -> None:
-        """``span`` is entered with the name of every phase, on the thread that goes through it."""
+        """``span`` is entered with the name of every phase, on the thread that goes through it.
+
+        ``ours`` are base URLs of servers that were ours in this run, and must stay so; rounds add to them.
+        """
+        self._ours = set() if ours is None else ours
         self._endpoints = tuple(endpoints)
         self._control = control
         self._export = export
@@ -228,6 +233,7 @@ class WeightSync:
             self._transports,
             self._make_transport,
             distrusted=distrusted,
+            ours=self._ours,
             span=self._span,
         )
 

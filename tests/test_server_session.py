@@ -150,7 +150,7 @@ def test_an_info_that_the_wire_does_not_allow_is_the_servers_fault(
     server: FakeRolloutServer, session: ServerSession, body: Any
 ) -> None:
     server.on_get = _says(body)
-    with pytest.raises(ServerFault, match="ProtocolError"):
+    with pytest.raises(ServerFault, match=protocol.SERVER_INFO):
         session.info(Deadline(AMPLE_S))
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_never_answers_is_left_at_the_deadline(
 ) -> None:
     _set(server, lambda call: Answer(after=forever))
     for call in _calls(session, SHORT_S):
-        with pytest.raises(ServerFault, match="ReadTimeout"):
+        with pytest.raises(ServerFault, match="no whole answer in time, got timeout_s="):
             call()
 
 
@@ -245,12 +245,12 @@ def test_closing_twice_is_closing_once(server: FakeRolloutServer) -> None:
 def test_certificates_are_checked_wherever_there_are_any(
     monkeypatch: pytest.MonkeyPatch, scheme: str, checks: bool
 ) -> None:
-    real, verify = httpx.Client, []
+    real, verify = httpx.HTTPTransport, []
 
-    def client(**settings: Any) -> httpx.Client:
+    def transport(**settings: Any) -> httpx.HTTPTransport:
         verify.append(settings["verify"])
         return real(**settings)
 
-    monkeypatch.setattr(httpx, "Client", client)
+    monkeypatch.setattr(httpx, "HTTPTransport", transport)
     ServerSession(f"{scheme}://127.0.0.1:1", KEY).close()
     assert verify == [checks]

@@ -20,7 +20,7 @@ from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.image_files import find_image
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
-from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 
 IGNORED_LABEL = -100
@@ -143,14 +143,16 @@ class Encoder:
         zero are not supervised, as ms-swift has it.
 
         Raises:
-            SampleError: the server was asked another prompt, or the segment is longer than a pack.
+            PromptMismatch: the server was asked another prompt.
+            SampleError: the segment is longer than a pack.
         """
         if rollout.prompt_token_ids != prompt.token_ids:
-            raise SampleError(
+            raise PromptMismatch(
                 "the server's prompt must equal the learner's, got "
                 f"num_server_tokens={len(rollout.prompt_token_ids)} num_learner_tokens={len(prompt.token_ids)}"
                 f" first_difference={_first_difference(rollout.prompt_token_ids, prompt.token_ids)}; "
-                "check that both use the same template, processor and pixel limits"
+                "check that both use the same template, processor and pixel limits",
+                prompt.token_ids,
             )
         answer = target.token_ids + self._closing_ids
         weights = target.weights + (closing_weight,) * len(self._closing_ids)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
+from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
@@ -196,7 +197,13 @@ class RankEvaluation:
     ) -> None:
         if not rollouts:
             return
-        for rollout, judged in zip(rollouts, self._preprocessor.judge(rollouts), strict=True):
+        found = list(self._preprocessor.judge(rollouts))
+        permuting = permuting_servers(rollouts, found)
+        for server in sorted(permuting):
+            self._client.distrust(server, PERMUTED)
+        for rollout, judged in zip(rollouts, found, strict=True):
+            if rollout.server in permuting:
+                continue  # as if it had not answered
             number = rollout.sample.key.position
             if isinstance(judged, Judged):
                 qualities[number] = judged.target.quality

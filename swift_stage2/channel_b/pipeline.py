@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor
+from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
+from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -301,7 +302,14 @@ class Pipeline:
         if not rollouts:
             return
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
-        for rollout, prepared in zip(rollouts, self._preprocessor.prepare(rollouts), strict=True):
+        found = list(self._preprocessor.prepare(rollouts))
+        permuting = permuting_servers(rollouts, found)
+        for server in sorted(permuting):
+            self._client.distrust(server, PERMUTED)
+        for rollout, prepared in zip(rollouts, found, strict=True):
+            if rollout.server in permuting:
+                self._give_up_answer(rollout, prepared)
+                continue
             self._guard.observe(rollout.truncated)
             if not isinstance(prepared, Prepared):
                 self._quarantine(rollout.sample.key, QuarantineReason.SAMPLE, str(prepared))
@@ -310,6 +318,12 @@ class Pipeline:
             self.last_progress_s = time.monotonic()
             self._events.segment(prepared.segment, prepared.seconds)
             self._events.matched(rollout, prepared.target, prepared.space)
+
+    def _give_up_answer(self, rollout: Rollout, prepared: Prepared | Refusal) -> None:
+        """The server's fault, so that the sample returns as if it had not answered."""
+        if isinstance(prepared, Prepared):
+            self._preprocessor.forget([prepared.segment])
+        self._source.give_back([rollout.sample.key], ReturnReason.FAILED)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():

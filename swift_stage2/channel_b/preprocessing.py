@@ -15,7 +15,7 @@ from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
 from swift_stage2.channel_b.records import Pack, Rollout, Segment, Target
 from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import MatchingError, SampleError
+from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 
 Refusal = SampleError | MatchingError
 
@@ -117,4 +117,4 @@ class ThreadPreprocessor:
 
 def _check_prompt(rollout: Rollout, prompt: PromptEncoding) -> None:
     if rollout.prompt_token_ids != prompt.token_ids:
-        raise SampleError("the server was asked another prompt than the learner's")
+        raise PromptMismatch("the server was asked another prompt than the learner's", prompt.token_ids)

@@ -184,6 +184,12 @@ class Dispatcher:
         return True
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:  # however this thread ends, nobody waits for it for ever
+            self._fail(self._queue.close(), UpstreamLost("the merger ends"))
+
+    def _work(self) -> None:
         while (taken := self._queue.take()) is not None:
             if isinstance(taken, Task):
                 taken.call()
@@ -234,7 +240,9 @@ class Dispatcher:
     def _post(self, parts: Sequence[Part]) -> list[Reply] | None:
         """A reply for each part; None when the server has no good answer to all of them together."""
         bodies = [part.body for part in parts]
-        reply = self._call("POST", protocol.INFER, merge(bodies), sum(body.num_requests for body in bodies))
+        num_requests = sum(body.num_requests for body in bodies)
+        most_bytes = protocol.most_infer_bytes(num_requests, bodies[0].max_tokens)
+        reply = self._call("POST", protocol.INFER, merge(bodies), num_requests, most_bytes)
         if reply.status == _OK:
             try:
                 return [Reply(_OK, body) for body in split(reply.body, bodies, self._layout)]
@@ -253,7 +261,7 @@ class Dispatcher:
         try:
             if call.path == protocol.INFER:  # one that cannot be merged
                 self._refuse_without_weights()
-            reply = self._call(call.method, call.path, call.body, 0)
+            reply = self._call(call.method, call.path, call.body, 0, protocol.MOST_CONTROL_BYTES)
         except (UpstreamLost, UpstreamTimeout) as error:
             self._break([call], error)
             return
@@ -266,14 +274,14 @@ class Dispatcher:
                 self._needs_weights = False
         call.future.set_result(reply)
 
-    def _call(self, method: str, path: str, body: bytes, num_requests: int) -> Reply:
+    def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Reply:
         with self._lock:
             self._running = (path, num_requests)
             self._num_posts += num_requests > 0
             self._num_requests += num_requests
         answered, detail = False, ""
         try:
-            reply = self._upstream.call(method, path, body)
+            reply = self._upstream.call(method, path, body, most_bytes=most_bytes)
             answered, detail = True, f"status {reply.status}"
             return reply
         except (UpstreamLost, UpstreamTimeout) as error:
@@ -321,6 +329,8 @@ class Dispatcher:
                 )
 
     def _status(self) -> str:
+        if self._thread.ident is not None and not self._thread.is_alive():
+            return "ended"
         if self._last is None:
             return "needs_weights" if self._needs_weights else "untried"
         if not self._last.answered:

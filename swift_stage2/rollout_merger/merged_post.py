@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ProtocolError
+
+_MOST_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class InferBody:
     num_requests: int
     key: str  # JSON of everything else, without the seed
     seed: int | None
+    max_tokens: int = _MOST_TOKENS  # of each answer; a caller that names none gets what a server may give
 
 
 def parse_infer_body(raw: bytes) -> InferBody | None:
@@ -66,7 +70,10 @@ def parse_infer_body(raw: bytes) -> InferBody | None:
     if seed is not None and type(seed) is not int:
         return None
     key = json.dumps([rest, record, seed is None], sort_keys=True)
-    return InferBody(json.dumps(requests)[1:-1], len(requests), key, seed)
+    max_tokens = rest.get("max_tokens")
+    if type(max_tokens) is not int or not 0 < max_tokens <= _MOST_TOKENS:
+        max_tokens = _MOST_TOKENS
+    return InferBody(json.dumps(requests)[1:-1], len(requests), key, seed, max_tokens)
 
 
 def merge(bodies: Sequence[InferBody]) -> bytes:
@@ -85,10 +92,7 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
     Raises:
         ProtocolError: the reply is not a list with one object per request.
     """
-    try:
-        outputs = json.loads(reply)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"an /infer/ reply must be JSON: {error}") from error
+    outputs = protocol.parse_json(reply)
     num_requests = sum(body.num_requests for body in bodies)
     if not isinstance(outputs, list) or len(outputs) != num_requests:
         got = len(outputs) if isinstance(outputs, list) else type(outputs).__name__
@@ -100,9 +104,16 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
             _stamp(output, seed)
     replies, start = [], 0
     for body in bodies:
-        replies.append(json.dumps(outputs[start : start + body.num_requests]).encode())
+        replies.append(_as_json(outputs[start : start + body.num_requests]))
         start += body.num_requests
     return replies
+
+
+def _as_json(outputs: list[Any]) -> bytes:
+    try:
+        return json.dumps(outputs, allow_nan=False).encode()
+    except ValueError as error:  # 1e400 is JSON, but no number of this machine
+        raise ProtocolError(f"an /infer/ reply must hold finite numbers: {error}") from error
 
 
 def _stamp(output: dict[str, Any], seed: int) -> None:

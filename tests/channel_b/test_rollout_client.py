@@ -724,7 +724,7 @@ def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
 def test_a_connection_that_was_ended_sends_nothing_more(server: FakeRolloutServer) -> None:
     connection = ServerConnection(server.url, api_key=None, connect_timeout_s=1.0)
     connection.end()
-    assert connection.infer([request("0")], {}, timeout_s=PATIENCE_S).end is PostEnd.STOPPED
+    assert connection.infer([request("0")], {"max_tokens": 1}, timeout_s=PATIENCE_S).end is PostEnd.STOPPED
     connection.close()
     assert server.calls == []
 

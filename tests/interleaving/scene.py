@@ -519,7 +519,7 @@ def virtual_world() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # every collection would look through torch again
     try:
-        with installed(_NETWORK.client):
+        with installed(_NETWORK.http_transport):
             yield
     finally:
         gc.unfreeze()

@@ -315,70 +315,35 @@ class VirtualCall:
             raise httpx.RemoteProtocolError("the server went away")
 
 
-class VirtualResponse:
-    def __init__(self, status_code: int, body: Any) -> None:
-        self.status_code = status_code
-        self._body = body
-
-    @property
-    def text(self) -> str:
-        return repr(self._body)
-
-    @property
-    def content(self) -> bytes:
-        return json.dumps(self._body).encode()
-
-    def json(self) -> Any:
-        return self._body
-
-
 class Network:
-    """Who answers where. Its ``client`` takes the place of ``httpx.Client``."""
+    """Who answers where. Its ``http_transport`` takes the place of ``httpx.HTTPTransport``."""
 
     def __init__(self) -> None:
         self.servers: dict[str, VirtualServer] = {}
 
-    def client(self, *, base_url: str, **settings: Any) -> VirtualClient:
-        return VirtualClient(self.servers[base_url])
+    def http_transport(self, **settings: Any) -> VirtualHttp:
+        return VirtualHttp(self.servers)
 
 
-class VirtualClient:
-    """HTTP to one server: one yield point before a call is sent, one before its answer is read."""
+class VirtualHttp:
+    """One yield point before a call is sent, one before its answer is read."""
 
-    def __init__(self, server: VirtualServer) -> None:
-        self._server = server
+    def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
+        self._servers = servers
 
-    def post(self, path: str, *, content: bytes, timeout: httpx.Timeout, extensions: Any) -> VirtualResponse:
-        import json
-
-        return self._exchange(path, json.loads(content), {}, timeout.read or FOR_EVER, extensions)
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout: float,
-        extensions: Any,
-        json: Any = None,
-        headers: Any = None,
-    ) -> VirtualResponse:
-        return self._exchange(path, json, headers or {}, timeout, extensions)
-
-    def _exchange(
-        self, path: str, body: Any, headers: Any, timeout_s: float, extensions: Any
-    ) -> VirtualResponse:
-        server = self._server
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        server, path = self._servers[f"http://{request.url.host}"], request.url.path
         active().point(f"sends {path}")
         if not server.alive:
             raise httpx.ConnectError("connection refused")
-        call = VirtualCall(path, body, headers, timeout_s)
-        extensions["trace"]("connection.connect_tcp.complete", {"return_value": call})
+        timeout_s = request.extensions["timeout"]["read"] or FOR_EVER
+        call = VirtualCall(path, json.loads(request.content or b"null"), request.headers, timeout_s)
+        request.extensions["trace"]("connection.connect_tcp.complete", {"return_value": call})
         call.check(server)
         status, answer = server.answer(call)
         active().point(f"reads {path}")
         call.check(server)
-        return VirtualResponse(status, answer)
+        return httpx.Response(status, stream=httpx.ByteStream(json.dumps(answer).encode()))
 
     def close(self) -> None:
         """Nothing is held."""

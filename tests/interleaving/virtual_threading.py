@@ -1,4 +1,4 @@
-"""What the modules under test find in place of ``threading``, ``time``, ``concurrent.futures`` and ``httpx.Client``.
+"""What modules under test find in place of ``threading``, ``time``, ``concurrent.futures``, ``httpx.HTTPTransport``.
 
 Same semantics, on the strands of the run that is ``active``. Every acquire, release, wait, notify, set, start and
 sleep is a yield point. ``installed`` puts these names into the modules of the package and takes them out again.
@@ -22,6 +22,7 @@ from swift_stage2 import (
     fence,
     learner,
     pending_abort,
+    server_call,
     server_push,
     server_session,
     suspect_probe,
@@ -29,7 +30,7 @@ from swift_stage2 import (
     weight_sync,
 )
 from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_source
-from swift_stage2.channel_b.rollout_client import client, connection, lane, seeds, share, trust
+from swift_stage2.channel_b.rollout_client import client, lane, seeds, share, trust
 from swift_stage2.scheduling import version_clock
 
 _active: Scheduler | None = None
@@ -329,8 +330,8 @@ class Executor:
 
 
 _WITH_THREADING = (
-    bucket_handover, client, connection, cuttable_call, evaluation, fence, lane, pipeline, ready_queue, sample_source,
-    seeds, server_push, server_session, suspect_probe, trust, version_clock, weight_bucket,
+    bucket_handover, client, cuttable_call, evaluation, fence, lane, pipeline, ready_queue, sample_source,
+    seeds, server_call, server_push, suspect_probe, trust, version_clock, weight_bucket,
 )  # fmt: skip
 _WITH_TIME = (
     bucket_handover, fence, lane, learner, pipeline, server_push, server_session, share, weight_sync,
@@ -338,14 +339,14 @@ _WITH_TIME = (
 
 
 @contextmanager
-def installed(make_http_client: Callable[..., Any]) -> Iterator[None]:
+def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
     """The package runs on virtual threads, virtual time and virtual HTTP for as long as the context lasts."""
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
         *((module, "wait", wait) for module in (client, lane)),
         *((module, "ThreadPoolExecutor", Executor) for module in (lane, pending_abort)),
-        (httpx, "Client", make_http_client),
+        (httpx, "HTTPTransport", make_http_transport),
         (server_push.ServerPush, "__bases__", (Thread,)),
         # Bound when these were defined, so that a name put into the module comes too late.
         (server_session.Deadline.__init__, "__defaults__", (TimeNames.monotonic,)),

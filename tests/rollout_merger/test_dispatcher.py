@@ -30,7 +30,7 @@ class ScriptedUpstream:
         self.behave: Callable[[str], Reply] = lambda path: OK
         self.paths: list[str] = []
 
-    def call(self, method: str, path: str, body: bytes) -> Reply:
+    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Reply:
         self.paths.append(path)
         return self.behave(path)
 

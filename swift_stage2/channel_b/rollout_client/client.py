@@ -146,6 +146,11 @@ class RolloutClient:
         for url in servers:
             self._lanes[url.rstrip("/")].trust.withdraw()
 
+    def distrust(self, server: str, reason: str) -> None:
+        """``server`` is suspect: what it answered showed so later than its lane could see."""
+        logger.warning("%s is suspect, no request before a round proves it: %s", server, reason)
+        self._lanes[server.rstrip("/")].trust.suspect(reason)
+
     def generate(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
     ) -> BatchOutcome:

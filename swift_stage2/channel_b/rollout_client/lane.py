@@ -79,7 +79,7 @@ class ServerLane:
 
     def settle(self) -> Future[bool]:
         """Starts to settle what was abandoned here; True if the server is not busy with it any more."""
-        future = self._thread.submit(self._settle, self._settings.request_timeout_s)
+        future = self._thread.submit(self._settle_or_suspect)
         self._latest = future
         return future
 
@@ -186,6 +186,13 @@ class ServerLane:
     def _blame(self, share: Share, reason: str) -> None:
         share.plan.blame_server(reason)
         self._suspect(reason)
+
+    def _settle_or_suspect(self) -> bool:
+        try:
+            return self._settle(self._settings.request_timeout_s)
+        except Exception as error:  # nobody may wait for this call, and a server unsettled holds every round
+            self._suspect(f"an abandoned POST could not be settled: {type(error).__name__}: {error}")
+            raise
 
     def _settle(self, patience_s: float) -> bool:
         """Asks the ordered call until it answers, ``patience_s`` pass, or the server becomes suspect."""

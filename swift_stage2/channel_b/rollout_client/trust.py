@@ -83,19 +83,23 @@ class ServerTrust:
     def objection(self, completions: Sequence[Completion], *, version: int, run_id: str | None) -> str | None:
         """Why these completions cannot be of weights ``version`` of this run; None if nothing says so.
 
-        Only our server stamps its completions; a stock server's are taken as they are.
+        Only our server stamps its completions, and it stamps all of them in full: what a round proved as ours never
+        answers without a stamp. A stock server's are taken as they are.
         """
         with self._lock:
             for completion in completions:
-                if completion.weight_version not in (None, version):
+                if self._incarnation is None:
+                    self._incarnation = completion.incarnation
+                must_stamp = self._incarnation is not None
+                if completion.weight_version != version and (
+                    must_stamp or completion.weight_version is not None
+                ):
                     return (
                         "completions must be of the version that the ticket names, got "
                         f"weight_version={completion.weight_version} version={version}"
                     )
-                if run_id is not None and completion.run_id not in (None, run_id):
+                if run_id not in (None, completion.run_id) and (must_stamp or completion.run_id is not None):
                     return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
-                if self._incarnation is None:
-                    self._incarnation = completion.incarnation
                 if completion.incarnation != self._incarnation:
                     return (
                         "the server must be the process that the last round proved, got "
