@@ -54,7 +54,7 @@ def serve(command: ServerCommand) -> int:
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
     engine = command.start_engine()
-    server = HttpServer(create_app(RolloutService(engine), command.api_key), engine.abort)
+    server = HttpServer(create_app(RolloutService(engine), command.api_key, command.limits), engine.abort)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
     watcher = threading.Thread(

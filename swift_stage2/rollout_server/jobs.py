@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # importing ms-swift takes seconds; the engine's thread does 
 _GIVEN_UP_POLL_S = 0.25
 
 
+class JobAborted(Exception):
+    """A job was aborted while it was encoded; what raises it leaves the rest of the work undone."""
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One request; a ``Ticket``. ``alone`` keeps it out of other jobs' batches."""
