@@ -11,7 +11,7 @@ import io
 import re
 import struct
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from swift_stage2.errors import SampleError
 
@@ -49,9 +49,9 @@ def open_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except _UNREADABLE as error:
-        formats = ", ".join(FORMATS)
+        got = "none of them" if isinstance(error, UnidentifiedImageError) else _first_line(error)
         raise SampleError(
-            f"an image must be base64 of an image file ({formats}): {_first_line(error)}"
+            f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {got}"
         ) from error
     if max_pixels is not None and image.width * image.height > max_pixels:
         raise SampleError(

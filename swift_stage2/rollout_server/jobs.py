@@ -70,6 +70,13 @@ class Job:
         )
 
 
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """A failure's frames hold pictures, and the job that holds the failure: a ring that only the collector opens."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 class JobBook:
     """All jobs that have not ended."""
 
@@ -97,6 +104,7 @@ class JobBook:
     def fail(self, job: Job, error: Exception) -> None:
         """Fails the job, unless it has ended."""
         if self._strike(job):
+            _let_go_of_frames(error)
             job.future.set_exception(error)
 
     def settle(self, timeout_s: float, given_up: threading.Event) -> bool:

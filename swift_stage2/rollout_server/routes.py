@@ -262,10 +262,8 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 
 def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
-    causes = [{"index": index, "cause": _cause(error)} for index, error in sorted(failures.items())]
-    first = causes[0]
-    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
-    return JSONResponse({"detail": detail, "failures": causes}, 500)
+    causes = {place: _cause(error) for place, error in failures.items()}
+    return JSONResponse(protocol.failed_requests(causes, num_requests), 500)
 
 
 def _cause(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swift_stage2.batching import BatchQueue, Task
-from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.errors import EngineUnavailable, RoundFailed, UserError
 from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.engine import (
     CacheKind,
@@ -171,6 +171,8 @@ class TransformersRolloutEngine:
             self._life.become_ready()
             while (work := self._queue.take()) is not None:
                 self._do(work)
+        except UserError as error:
+            self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
             _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
