@@ -17,6 +17,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── TicketTimeout             the fence stayed closed for longer than the caller waits
     ├── FenceShutDown             the fence will never open again
     ├── ProtocolError             a rollout server answered something that the wire does not allow
+    │   └── RequestTooLarge       a call asks more of our server than its limits allow
     ├── ServerFault               one rollout server did not answer a call as it must; in a round it becomes suspect
     ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
     ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
@@ -97,6 +98,10 @@ class FenceShutDown(Stage2Error):
 
 class ProtocolError(Stage2Error):
     """A rollout server's reply does not have the shape that the wire protocol requires."""
+
+
+class RequestTooLarge(ProtocolError):
+    """A call is larger than a server of ours takes; its sender may halve it."""
 
 
 class FaultKind(StrEnum):

@@ -310,6 +310,14 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
     return tuple(_parse_completion(item) for item in data)
 
 
+def failed_requests(causes: Mapping[int, str], num_requests: int) -> dict[str, Any]:
+    """The body of an error answer to ``/infer/`` that names the requests at fault by their places."""
+    failures = [{"index": place, "cause": cause} for place, cause in sorted(causes.items())]
+    first = failures[0]
+    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
+    return {"detail": detail, "failures": failures}
+
+
 def parse_failed_places(record: Any) -> tuple[int, ...]:
     """Places of the requests that our server's error answer to ``/infer/`` names as failed; empty for any other."""
     failures = record.get("failures") if isinstance(record, Mapping) else None

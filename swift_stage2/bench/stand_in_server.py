@@ -26,6 +26,7 @@ from swift_stage2.bench.crowds import half_right_answer
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_server.app import serve
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd
@@ -68,11 +69,13 @@ class StandInGenerator(SwiftGenerator):
             # ms-swift's own client sends a path, which a stock server opens.
             self._prepared[_key(images)] = self._prepared[_key(row["images"])] = prepared
 
-    def encode_row(self, request: GenerationRequest) -> EncodedRow:
+    def encode_row(
+        self, request: GenerationRequest, is_aborted: Callable[[], bool] = lambda: False
+    ) -> EncodedRow:
         """Looks the prompt up. One of another data set, a probe for instance, is encoded and answered with nothing."""
         prepared = self._prepared.get(_key(request.conversation.get("images") or ()))
         if prepared is None:
-            return replace(super().encode_row(request), inputs={}, template_inputs=None)
+            return replace(super().encode_row(request, is_aborted), inputs={}, template_inputs=None)
         # In a place that only the real generator's template uses, the row carries its answer.
         seed = prepared.number if request.seed is None else request.seed
         return replace(prepared.row, template_inputs=prepared.answer, seed=seed)
@@ -136,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
             api_key=None,
             has_children=False,
             start_engine=lambda: TransformersRolloutEngine(load, model=str(options.model)),
+            limits=RequestLimits(checks_images=False),  # a path is known by its text, and is not opened
         )
     )
 

@@ -21,6 +21,7 @@ from PIL.Image import DecompressionBombError
 from swift_stage2.channel_b.image_files import find_image
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
+from swift_stage2.image_opening import open_image
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 
 IGNORED_LABEL = -100
@@ -289,6 +290,7 @@ def _image_as_base64(image: Any) -> str:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         content = buffer.getvalue()
+    open_image(content)  # what no server of ours takes is told here, and sent to none
     return base64.b64encode(content).decode("ascii")
 
 

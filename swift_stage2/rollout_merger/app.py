@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind, configure_logging, warn_when_open
+from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout=layout,
         needs_weights=arguments.needs_weights,
     )
-    server = HttpServer(create_app(dispatcher, api_key), partial(dispatcher.close, SHUTDOWN_GRACE_S))
+    app = create_app(dispatcher, api_key, limits=read_limits(arguments))
+    server = HttpServer(app, partial(dispatcher.close, SHUTDOWN_GRACE_S))
     host, port = listener.getsockname()[:2]
     _log.info("merging calls to %s on http://%s:%s", upstream.base_url, host, port)
     dispatcher.start()
@@ -80,6 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the server was started again: refuse /infer/ until a caller has loaded weights",
     )
     parser.add_argument("--api-key-env", default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")
+    add_limits(parser)
     return parser.parse_args(argv)
 
 

@@ -52,16 +52,21 @@ class InferBody:
 
 
 def parse_infer_body(raw: bytes) -> InferBody | None:
+    """As ``mergeable``; None also for what is no JSON."""
+    try:
+        return mergeable(json.loads(raw))
+    except (ValueError, RecursionError):
+        return None
+
+
+def mergeable(record: Any) -> InferBody | None:
     """None when the body is not one that can share a POST; the server then judges it alone.
 
     Requests without a seed share POSTs only among themselves.
     """
-    try:
-        record = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
     if not isinstance(record, dict):
         return None
+    record = dict(record)
     requests, config = record.pop("infer_requests", None), record.pop("request_config", None)
     if not isinstance(requests, list) or not requests or not isinstance(config, dict | None):
         return None

@@ -1,6 +1,7 @@
 """The paths of stock ``swift rollout``: each call is queued as it came, and its answer goes back as it came.
 
-Decides nothing but who is still there: a caller that closes its connection is forgotten. Statuses of its own:
+Decides who is still there, a caller that closes its connection is forgotten, and refuses what may not reach a server
+that opens what it is told to: 413 too large, 422 no JSON, 500 naming the requests at fault. Other statuses of its own:
 502 the server behind is lost, 504 it did not answer in time, 408 a body that did not arrive in time.
 """
 
@@ -8,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.errors import UpstreamLost, UpstreamTimeout
+from swift_stage2.conversation_check import check_conversations
+from swift_stage2.errors import ProtocolError, RequestTooLarge, UpstreamLost, UpstreamTimeout
 from swift_stage2.http_listener import bearer_check
+from swift_stage2.request_body import parse_json, read_body
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
-from swift_stage2.rollout_merger.merged_post import parse_infer_body
+from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.rollout_merger.upstream import Reply
 
 _UPLOAD_TIMEOUT_S = 60.0
+_DECODING_THREADS = 2
 _LOOK_S = 60.0  # how often a wait is taken up again; it ends with the call or with its caller
 
 GET_PATHS = (protocol.WORLD_SIZE, protocol.STATE_KEYS)
@@ -41,11 +48,16 @@ POST_PATHS = (
 
 
 def create_app(
-    dispatcher: Dispatcher, api_key: str | None = None, *, upload_timeout_s: float = _UPLOAD_TIMEOUT_S
+    dispatcher: Dispatcher,
+    api_key: str | None = None,
+    *,
+    upload_timeout_s: float = _UPLOAD_TIMEOUT_S,
+    limits: RequestLimits | None = None,
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(dispatcher, upload_timeout_s)
+    # A redirect to the path with its slash would name the host that the caller gave.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    routes = _Routes(dispatcher, upload_timeout_s, limits or RequestLimits())
     router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
     router.add_api_route(protocol.INFER, routes.infer, methods=["POST"], response_model=None)
     for paths, method in ((GET_PATHS, "GET"), (POST_PATHS, "POST")):
@@ -57,8 +69,19 @@ def create_app(
     return app
 
 
+class RequestsAtFault(Exception):
+    """Some conversations of a call are refused: the cause by the place of each."""
+
+    def __init__(self, causes: dict[int, str], num_requests: int) -> None:
+        super().__init__(causes)
+        self.causes = causes
+        self.num_requests = num_requests
+
+
 class _Routes:
-    def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
         self._dispatcher = dispatcher
         self._upload_timeout_s = upload_timeout_s
         self._uploads: set[asyncio.Future[None]] = set()
@@ -71,10 +94,21 @@ class _Routes:
         arrival = asyncio.get_running_loop().create_future()
         self._uploads.add(arrival)
         try:
-            raw = await asyncio.wait_for(request.body(), self._upload_timeout_s)
-            item = self._queue(request, raw)
+            raw = await self._body(request)
+            call = await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, raw)
+            item = (
+                self._dispatcher.control("POST", protocol.INFER, call)
+                if isinstance(call, bytes)
+                else self._dispatcher.infer(call)
+            )
         except TimeoutError:
             return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
+        except RequestTooLarge as error:
+            return _refusal(413, str(error))
+        except ProtocolError as error:
+            return _refusal(422, str(error))
+        except RequestsAtFault as error:
+            return JSONResponse(protocol.failed_requests(error.causes, error.num_requests), 500)
         except UpstreamLost as error:
             return _refusal(502, str(error))
         except ClientDisconnect:
@@ -89,23 +123,41 @@ class _Routes:
         # and counts on this call to come back only when nothing of it can start any more.
         earlier = tuple(self._uploads)
         try:
-            raw = await asyncio.wait_for(request.body(), self._upload_timeout_s)
+            raw = await self._body(request)
             if earlier:
                 await asyncio.wait(earlier, timeout=self._upload_timeout_s)
             item = self._dispatcher.control(request.method, request.url.path, raw)
         except TimeoutError:
             return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
+        except RequestTooLarge as error:
+            return _refusal(413, str(error))
         except UpstreamLost as error:
             return _refusal(502, str(error))
         except ClientDisconnect:
             return Response(status_code=408)  # nobody reads it
         return await self._answer(item, request)
 
-    def _queue(self, request: Request, raw: bytes) -> Part | ControlCall:
-        body = parse_infer_body(raw)
-        if body is None:
-            return self._dispatcher.control("POST", protocol.INFER, raw)
-        return self._dispatcher.infer(body)
+    async def _body(self, request: Request) -> bytes:
+        return await asyncio.wait_for(read_body(request, self._limits.body_bytes), self._upload_timeout_s)
+
+    def _read(self, raw: bytes) -> InferBody | bytes:
+        """A part, or the body of a call that goes alone. In a thread: it may take seconds.
+
+        Raises:
+            ProtocolError: no JSON, or larger than allowed.
+            RequestsAtFault: conversations that a server which opens what they name must not see.
+        """
+        record = parse_json(raw)
+        conversations = record.get("infer_requests") if isinstance(record, dict) else None
+        if isinstance(record, dict) and record.get("adapter_request") is not None:
+            raise ProtocolError("the server's own weights are asked only, got adapter_request; leave it out")
+        if isinstance(conversations, list):
+            if faults := check_conversations(conversations, self._limits):
+                causes = {place: str(error) for place, error in faults.items()}
+                raise RequestsAtFault(causes, len(conversations))
+            if body := mergeable(record):
+                return body
+        return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
 
     async def _answer(self, item: Part | ControlCall, request: Request) -> Response:
         answer = asyncio.wrap_future(item.future)

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from swift_stage2.error_line import print_error
+from swift_stage2.heap_trim import HeapTrim
 from swift_stage2.http_listener import HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
@@ -54,7 +55,7 @@ def serve(command: ServerCommand) -> int:
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
     engine = command.start_engine()
-    server = HttpServer(create_app(RolloutService(engine), command.api_key), engine.abort)
+    server = HttpServer(create_app(RolloutService(engine), command.api_key, command.limits), engine.abort)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
     watcher = threading.Thread(
@@ -75,10 +76,13 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
 
 
 def _watch(engine: LoadingEngine, server: HttpServer, address: str, ended: threading.Event) -> None:
-    """Tells when the engine is ready, and ends the server when it breaks: only a new process helps then."""
+    """Tells when the engine is ready, gives memory back while it idles, and ends the server when the engine breaks:
+    only a new process helps then."""
     engine.wait_loaded(_LOAD_POLL_S)
     if engine.status().state is EngineState.READY:
         _log.info("serving %s on http://%s", engine.model, address)
-    while engine.status().state is not EngineState.BROKEN and not ended.wait(_ENGINE_POLL_S):
-        continue
+    heap = HeapTrim()
+    while (status := engine.status()).state is not EngineState.BROKEN and not ended.wait(_ENGINE_POLL_S):
+        if status.num_waiting + status.num_running == 0:
+            heap.after_round()  # or after requests: pictures leave heaps behind as pushes do
     server.should_exit = True

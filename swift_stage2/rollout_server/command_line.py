@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import UserError
+from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
 
@@ -72,6 +73,8 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--max-batch-size", type=_positive, default=64)
     parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
     parser.add_argument("--api-key-env", default=_KEY_VARIABLE, metavar="NAME")
+    _add_trust(parser)
+    add_limits(parser)
     options = parser.parse_args(argv)
     _require_model(options.model)
     _require_plugins(options.external_plugins)
@@ -81,6 +84,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
         api_key=os.environ.get(options.api_key_env) or None,
         has_children=False,
         start_engine=lambda: _start_transformers(options),
+        limits=read_limits(options),
     )
 
 
@@ -98,8 +102,11 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
 
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
+        from swift_stage2.rollout_server.foreign_code import refuse_foreign_code
         from swift_stage2.rollout_server.swift_generator import SwiftGenerator, import_external_file
 
+        if not options.trust_remote_code:
+            refuse_foreign_code()
         for plugin in options.external_plugins:
             import_external_file(plugin)
         given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
@@ -124,6 +131,8 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
     parser.add_argument("--api-key-env", "--api_key_env", default=_KEY_VARIABLE, metavar="NAME")
     parser.add_argument("--external_plugins", "--external-plugins", nargs="*", default=[], metavar="FILE")
+    _add_trust(parser)
+    add_limits(parser)
     leading = argv[0] if argv and not argv[0].startswith("-") else None
     options, rest = parser.parse_known_args(argv[1:] if leading is not None else argv)
     model = options.model or leading
@@ -143,17 +152,20 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         port=options.port,
         api_key=options.api_key or os.environ.get(options.api_key_env) or None,
         has_children=True,
-        start_engine=lambda: _start_vllm(swift_argv, model),
+        start_engine=lambda: _start_vllm(swift_argv, model, options.trust_remote_code),
+        limits=read_limits(options),
     )
 
 
-def _start_vllm(swift_argv: Sequence[str], model: str) -> VllmRolloutEngine:
+def _start_vllm(swift_argv: Sequence[str], model: str, trusts_code: bool) -> VllmRolloutEngine:
     from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 
-    return VllmRolloutEngine(swift_rollout_builder(swift_argv), model=model)
+    return VllmRolloutEngine(swift_rollout_builder(swift_argv, trusts_code=trusts_code), model=model)
 
 
-def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerator]:
+def swift_rollout_builder(
+    swift_argv: Sequence[str], *, trusts_code: bool = False
+) -> Callable[[], VllmGenerator]:
     """What builds ms-swift's engine for these arguments of ``swift rollout``.
 
     It raises ConfigError for those that ms-swift's parser cannot read.
@@ -172,7 +184,11 @@ def swift_rollout_builder(swift_argv: Sequence[str]) -> Callable[[], VllmGenerat
         )  # vLLM takes longer to import
         from swift_stage2.rollout_server.vllm_generator import build_generator
 
-        return build_generator(swift_argv)
+        if not trusts_code:
+            from swift_stage2.rollout_server.foreign_code import refuse_foreign_code
+
+            refuse_foreign_code()
+        return build_generator(swift_argv, trusts_code=trusts_code)
 
     return build
 
@@ -183,6 +199,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python that the checkpoint brings along; off: such a checkpoint is refused",
+    )
 
 
 def _require_model(model: str) -> None:

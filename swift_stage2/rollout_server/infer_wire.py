@@ -6,21 +6,20 @@ error, so that its sender can find it by halving. Unknown fields are errors, uns
 
 from __future__ import annotations
 
+import reprlib
 import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from swift_stage2.conversation_check import CONVERSATION_KEYS, check_conversations
 from swift_stage2.errors import ProtocolError, SampleError
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_protocol import Completion, may_abort
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 
 _BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
 _NULL_BODY_KEYS = {"metrics", "adapter_request"}  # ms-swift's own client sends them, and null
-_CONVERSATION_KEYS = {"messages", "images", "tools", "objects", "chat_template_kwargs"}
-# Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
-_IGNORED_KEYS = {"data_dict", "uuid", "add_eos"}
-_EMPTY_KEYS = {"audios", "videos"}
 # ms-swift's RequestConfig: options with the only value that this server takes.
 _FIXED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "n": (1,), "best_of": (None, 1), "num_beams": (1,), "min_p": (None, 0, 0.0),
@@ -31,12 +30,14 @@ _FREE_OPTIONS = {
     "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "logprobs",
     "return_details",
 }  # fmt: skip
+_LARGEST_NUMBER = 1e6
+_MOST_STOP_CHARS = 4096  # a search for them runs after every token of every row
 
 
 class InferCall:
     """One checked ``/infer/`` call: a request, or the reason why it is none, for every conversation."""
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, limits: RequestLimits | None = None) -> None:
         """Raises ProtocolError, in one line, for what is wrong with the call as a whole."""
         record = _object(body, "the body")
         unset = {key for key in _NULL_BODY_KEYS if record.get(key) is None}
@@ -47,7 +48,11 @@ class InferCall:
         options = _object(record.get("request_config") or {}, "request_config")
         _check_options(options)
         self.return_details = options.get("return_details") is True
-        self.requests = [_request_or_error(item, options) for item in conversations]
+        faults = check_conversations(conversations, limits or RequestLimits())
+        self.requests = [
+            faults[place] if place in faults else _request(item, options)
+            for place, item in enumerate(conversations)
+        ]
 
     def faults(self) -> dict[int, SampleError]:
         """Index of every conversation that cannot be asked, and why."""
@@ -113,33 +118,16 @@ def _log_probs_json(completion: Completion) -> dict[str, Any] | None:
     return {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
 
 
-def _request_or_error(item: Any, options: Mapping[str, Any]) -> GenerationRequest | SampleError:
-    try:
-        return _request(item, options)
-    except (ProtocolError, SampleError) as error:
-        return SampleError(str(error))
-
-
-def _request(item: Any, options: Mapping[str, Any]) -> GenerationRequest:
-    record = _object(item, "a request")
-    _refuse_unknown(record, _CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS, "a request")
-    for key in _EMPTY_KEYS:
-        if record.get(key):
-            raise SampleError(f"this server takes text and images only, got {key}")
-    _check_messages(record.get("messages"))
-    images = record.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise SampleError("images must be a list of base64 text")
-    conversation = {key: record[key] for key in _CONVERSATION_KEYS if record.get(key) is not None}
-    stop = options.get("stop") or []
+def _request(record: Mapping[str, Any], options: Mapping[str, Any]) -> GenerationRequest:
+    conversation = {key: record[key] for key in CONVERSATION_KEYS if record.get(key) is not None}
     return GenerationRequest(
-        conversation={**conversation, "images": images},
+        conversation={**conversation, "images": record.get("images") or []},
         sampling=Sampling(
             temperature=options.get("temperature"),
             top_p=options.get("top_p"),
             top_k=options.get("top_k"),
             repetition_penalty=options.get("repetition_penalty"),
-            stop=tuple(stop),
+            stop=tuple(options.get("stop") or []),
         ),
         max_new_tokens=options.get("max_tokens"),
         seed=options.get("seed"),
@@ -148,22 +136,13 @@ def _request(item: Any, options: Mapping[str, Any]) -> GenerationRequest:
     )
 
 
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise SampleError("messages must be a list of at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise SampleError("a message must be an object with a role")
-        # Structured content could name files and addresses; media travels in `images` only.
-        if not isinstance(message.get("content"), str):
-            raise SampleError("a message's content must be text; put <image> in it and the image into images")
-
-
 def _check_options(options: Mapping[str, Any]) -> None:
     _refuse_unknown(options, _FREE_OPTIONS | _FIXED_OPTIONS.keys(), "request_config")
     for key, allowed in _FIXED_OPTIONS.items():
         if key in options and options[key] not in allowed:
-            raise ProtocolError(f"this server supports {key}={allowed[0]!r} only, got {key}={options[key]!r}")
+            raise ProtocolError(
+                f"this server supports {key}={allowed[0]!r} only, got {key}={_shown(options[key])}"
+            )
     _number(options, "temperature", minimum=0.0)
     _number(options, "top_p", minimum=0.0, maximum=1.0, exclusive=True)
     _number(options, "repetition_penalty", minimum=0.0, exclusive=True)
@@ -173,7 +152,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     stop = options.get("stop")
     words = [] if stop is None else stop
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
-        raise ProtocolError(f"stop must be a list of text, got stop={stop!r}")
+        raise ProtocolError(f"stop must be a list of text, got stop={_shown(stop)}")
+    if sum(map(len, words)) > _MOST_STOP_CHARS:
+        raise ProtocolError(f"stop may hold {_MOST_STOP_CHARS} characters, got {sum(map(len, words))}")
 
 
 def _number(
@@ -181,7 +162,7 @@ def _number(
     key: str,
     *,
     minimum: float,
-    maximum: float = float("inf"),
+    maximum: float = _LARGEST_NUMBER,
     exclusive: bool = False,
 ) -> None:
     value = options.get(key)
@@ -190,7 +171,9 @@ def _number(
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not minimum <= value <= maximum or (exclusive and value == minimum):
         start = "above" if exclusive else "from"
-        raise ProtocolError(f"{key} must be a number {start} {minimum} to {maximum}, got {key}={value!r}")
+        raise ProtocolError(
+            f"{key} must be a number {start} {minimum} to {maximum}, got {key}={_shown(value)}"
+        )
 
 
 def _integer(options: Mapping[str, Any], key: str, *, minimum: int, maximum: int = 2**31) -> None:
@@ -198,7 +181,13 @@ def _integer(options: Mapping[str, Any], key: str, *, minimum: int, maximum: int
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise ProtocolError(f"{key} must be an integer from {minimum} to {maximum}, got {key}={value!r}")
+        raise ProtocolError(
+            f"{key} must be an integer from {minimum} to {maximum}, got {key}={_shown(value)}"
+        )
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
@@ -210,4 +199,6 @@ def _object(value: Any, what: str) -> Mapping[str, Any]:
 def _refuse_unknown(record: Mapping[str, Any], known: set[str], what: str) -> None:
     unknown = sorted(record.keys() - known)
     if unknown:
-        raise ProtocolError(f"{what} knows no field {unknown[0]!r}; it takes {', '.join(sorted(known))}")
+        raise ProtocolError(
+            f"{what} knows no field {_shown(unknown[0])}; it takes {', '.join(sorted(known))}"
+        )

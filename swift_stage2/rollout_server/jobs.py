@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # importing ms-swift takes seconds; the engine's thread does 
 _GIVEN_UP_POLL_S = 0.25
 
 
+class JobAborted(Exception):
+    """A job was aborted while it was encoded; what raises it leaves the rest of the work undone."""
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One request; a ``Ticket``. ``alone`` keeps it out of other jobs' batches."""
@@ -66,6 +70,13 @@ class Job:
         )
 
 
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """A failure's frames hold pictures, and the job that holds the failure: a ring that only the collector opens."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 class JobBook:
     """All jobs that have not ended."""
 
@@ -93,6 +104,7 @@ class JobBook:
     def fail(self, job: Job, error: Exception) -> None:
         """Fails the job, unless it has ended."""
         if self._strike(job):
+            _let_go_of_frames(error)
             job.future.set_exception(error)
 
     def settle(self, timeout_s: float, given_up: threading.Event) -> bool:

@@ -1,24 +1,29 @@
 """The routes of the rollout server: stock ``swift rollout``'s paths, and ours under ``/stage2/``.
 
-A route checks its body, asks the service, and turns errors into statuses; it decides nothing. Whatever
-may wait runs off the event loop, so that ``/health/`` always answers at once.
+A route checks its body, asks the service, and turns errors into statuses; it decides nothing. Whatever may wait, or
+takes long for a large call, runs off the event loop, so that ``/health/`` always answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import reprlib
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, RoundFailed, RoundRefused
 from swift_stage2.http_listener import bearer_check
+from swift_stage2.request_body import parse_json, read_body
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_protocol import AbortRequest, Completion, RoundRequest
 from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
@@ -27,14 +32,20 @@ from swift_stage2.rollout_server.service import RolloutService, parse_bucket, pa
 _DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0
 _CONTROL_THREADS = 8
+_DECODING_THREADS = 2
+_UPLOAD_TIMEOUT_S = 300.0
+_LONGEST_TIMEOUT_S = 86400.0
 
 ResultT = TypeVar("ResultT")
 
 
-def create_app(service: RolloutService, api_key: str | None = None) -> FastAPI:
+def create_app(
+    service: RolloutService, api_key: str | None = None, limits: RequestLimits | None = None
+) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(service)
+    # A redirect to the path with its slash would name the host that the caller gave.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    routes = _Routes(service, limits or RequestLimits())
     router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
     for path, method, handler in routes.table():
         router.add_api_route(path, handler, methods=[method], response_model=None)
@@ -42,6 +53,8 @@ def create_app(service: RolloutService, api_key: str | None = None) -> FastAPI:
     for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
         app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
     app.add_exception_handler(ProtocolError, _answer(422))
+    app.add_exception_handler(RequestTooLarge, _answer(413))
+    app.add_exception_handler(ClientDisconnect, _nobody_reads)
     app.add_exception_handler(RoundRefused, _answer(409))
     app.add_exception_handler(RoundFailed, _answer(500))
     app.add_exception_handler(EngineUnavailable, _answer(503))
@@ -49,11 +62,16 @@ def create_app(service: RolloutService, api_key: str | None = None) -> FastAPI:
 
 
 class _Routes:
-    def __init__(self, service: RolloutService) -> None:
+    def __init__(self, service: RolloutService, limits: RequestLimits) -> None:
         self._service = service
+        self._limits = limits
         self._rounds = service.rounds
         self._engine = service.engine
         self._may_abort: set[Ticket] = set()  # of the event loop alone
+        self._arrived: set[asyncio.Future[Any]] = (
+            set()
+        )  # bodies that are being decoded; of the event loop alone
+        self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
         self._control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="control")
         # Apart: these may wait for completions, and the aborts and rounds that end completions must not wait for them.
         self._resets = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="reset")
@@ -99,8 +117,8 @@ class _Routes:
             "enable_lora": False,
         }
 
-    async def infer(self, request: Request) -> JSONResponse:
-        call = InferCall(await _json(request))
+    async def infer(self, request: Request) -> Response:
+        call = await self._decoded(request, lambda body: InferCall(body, self._limits))
         with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)):
             if call.faults():
                 return _failed_requests(call.faults(), len(call.requests))
@@ -116,22 +134,22 @@ class _Routes:
                     ticket.abort()  # does nothing to those that have ended
         if failures:
             return _failed_requests(failures, len(tickets))
-        return JSONResponse([self._output(ticket.future.result(0), call) for ticket in tickets])
+        return await self._off_loop(lambda: self._reply(tickets, call), self._decoders)
 
     async def init_communicator(self, request: Request) -> dict[str, str]:
-        body = _fields(await _json(request), {"host": str, "port": int})
+        body = _fields(await self._json(request), {"host": str, "port": int})
         if body.get("backend", "gloo") != "gloo":
-            raise ProtocolError(f"weights are received over gloo only, got backend={body['backend']!r}")
-        timeout_s = float(body.get("timeout_s", 300.0))
+            raise ProtocolError(f"weights are received over gloo only, got backend={_shown(body['backend'])}")
+        timeout_s = _address_and_timeout(body)
         await self._off_loop(lambda: self._rounds.open_receiver(body["host"], body["port"], timeout_s))
         return {"message": f"listening for weights on {body['host']}:{body['port']}"}
 
     async def update_flattened_params(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(parse_bucket(await _json(request)))
+        self._rounds.expect(parse_bucket(await self._json(request)))
         return {"message": "ready for the bucket"}
 
     async def update_named_param(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(parse_single_tensor(await _json(request)))
+        self._rounds.expect(parse_single_tensor(await self._json(request)))
         return {"message": "ready for the tensor"}
 
     async def process_weights(self) -> dict[str, Any]:
@@ -167,12 +185,12 @@ class _Routes:
         return {"message": "Request received, closing communicator"}
 
     async def begin_round(self, request: Request) -> dict[str, str]:
-        wanted = RoundRequest.from_json(await _json(request))
+        wanted = RoundRequest.from_json(await self._json(request))
         await self._off_loop(lambda: self._rounds.begin(wanted))
         return {"message": "the round is open", "incarnation": self._service.incarnation}
 
     async def finish_round(self, request: Request) -> dict[str, Any]:
-        body = _fields(await _json(request), {"round_id": str})
+        body = _fields(await self._json(request), {"round_id": str})
         commit = body.get("commit", True) is True
         proof = await self._off_loop(lambda: self._rounds.finish(body["round_id"], commit=commit))
         if proof is None:
@@ -180,34 +198,53 @@ class _Routes:
         return proof.to_json()
 
     async def abort(self, request: Request) -> dict[str, int]:
-        wanted = AbortRequest.from_json(await _json(request))
+        wanted = AbortRequest.from_json(await self._json(request))
+        if earlier := tuple(self._arrived):  # what came before is ended, too
+            await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
         if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
         tickets = list(self._may_abort)
         return {"aborted": await self._off_loop(lambda: self._engine.abort(tickets))}
 
-    async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._control, call)
+    async def _json(self, request: Request) -> Any:
+        return await self._decoded(request, lambda body: body)
+
+    async def _decoded(self, request: Request, read: Callable[[Any], ResultT]) -> ResultT:
+        """What ``read`` makes of the body, in a thread: it may take seconds. Raises ProtocolError."""
+        try:
+            raw = await asyncio.wait_for(read_body(request, self._limits.body_bytes), _UPLOAD_TIMEOUT_S)
+        except TimeoutError as error:
+            raise HTTPException(408, f"a body must arrive within {_UPLOAD_TIMEOUT_S:g} s") from error
+        decoding = asyncio.ensure_future(self._off_loop(lambda: read(parse_json(raw)), self._decoders))
+        self._arrived.add(decoding)
+        decoding.add_done_callback(self._arrived.discard)
+        decoding.add_done_callback(_retrieve)
+        return await decoding
+
+    async def _off_loop(self, call: Callable[[], ResultT], pool: ThreadPoolExecutor | None = None) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._control, call)
 
     async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
-        waiting = {asyncio.wrap_future(ticket.future) for ticket in tickets}
-        for future in waiting:
-            future.add_done_callback(_retrieve)
-        while waiting:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=_DISCONNECT_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-            )
-            if any(future.exception() for future in done) or await request.is_disconnected():
+        over = _over(tickets)
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _DISCONNECT_POLL_S)
+            if await request.is_disconnected():
                 break
         ended = {i: ticket.future for i, ticket in enumerate(tickets) if ticket.future.done()}
         failures = {i: error for i, future in ended.items() if (error := future.exception(0)) is not None}
         unavailable = next((e for e in failures.values() if isinstance(e, EngineUnavailable)), None)
         if unavailable is not None:
             raise unavailable
-        if waiting and not failures:
+        if len(ended) < len(tickets) and not failures:
             raise EngineUnavailable("the caller has gone; its requests were aborted")
         return failures
+
+    def _reply(self, tickets: list[Ticket], call: InferCall) -> Response:
+        """Written output by output: no single step of it holds up other threads."""
+        outputs = (json.dumps(self._output(ticket.future.result(0), call)) for ticket in tickets)
+        return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
     def _output(self, completion: Completion, call: InferCall) -> dict[str, Any]:
         return output_json(
@@ -225,10 +262,8 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 
 def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
-    causes = [{"index": index, "cause": _cause(error)} for index, error in sorted(failures.items())]
-    first = causes[0]
-    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
-    return JSONResponse({"detail": detail, "failures": causes}, 500)
+    causes = {place: _cause(error) for place, error in failures.items()}
+    return JSONResponse(protocol.failed_requests(causes, num_requests), 500)
 
 
 def _cause(error: BaseException) -> str:
@@ -246,17 +281,54 @@ def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
     return answer
 
 
-async def _json(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except ValueError as error:
-        raise ProtocolError(f"the body must be JSON: {error}") from error
+async def _nobody_reads(_: Request, error: Exception) -> Response:
+    return Response(status_code=408)
+
+
+def _over(tickets: list[Ticket]) -> asyncio.Event:
+    """Set on the running loop when all have ended or one has failed."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    lock, num_open = threading.Lock(), len(tickets)
+
+    def count(future: Future[Completion]) -> None:
+        nonlocal num_open
+        with lock:
+            num_open -= 1
+            is_last = num_open == 0
+        if is_last or future.exception(0) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
+                loop.call_soon_threadsafe(over.set)
+
+    for ticket in tickets:
+        ticket.future.add_done_callback(count)
+    return over
+
+
+def _address_and_timeout(body: Mapping[str, Any]) -> float:
+    """The seconds that a call leaves, its host and port having been looked at."""
+    host, port, timeout_s = body["host"], body["port"], body.get("timeout_s", 300.0)
+    if not host.isascii() or not host.isprintable() or len(host) > 255:
+        raise ProtocolError(f"host must be a name or an address, got host={_shown(host)}")
+    if not 0 < port < 65536:
+        raise ProtocolError(f"port must be from 1 to 65535, got port={port}")
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ProtocolError(
+            f"timeout_s must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT_S:g}, got "
+            f"timeout_s={_shown(timeout_s)}"
+        )
+    return float(timeout_s)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def _fields(body: Any, required: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError(f"the body must be an object, got {type(body).__name__}")
     for name, kind in required.items():
-        if not isinstance(body.get(name), kind):
-            raise ProtocolError(f"{name} must be given as {kind.__name__}, got {name}={body.get(name)!r}")
+        if type(body.get(name)) is not kind:
+            raise ProtocolError(
+                f"{name} must be given as {kind.__name__}, got {name}={_shown(body.get(name))}"
+            )
     return body

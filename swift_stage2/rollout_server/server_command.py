@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_server.engine import Engine
 
 
@@ -24,3 +25,4 @@ class ServerCommand:
     api_key: str | None
     has_children: bool  # the engine starts processes of its own
     start_engine: Callable[[], LoadingEngine]
+    limits: RequestLimits = field(default_factory=RequestLimits)

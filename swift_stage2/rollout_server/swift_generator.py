@@ -27,8 +27,10 @@ from transformers import (
 from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.jobs import JobAborted
 from swift_stage2.rollout_server.request_images import decode_image
 from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
+from swift_stage2.rollout_server.sealed_template import seal_template
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 
@@ -68,17 +70,25 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         """Sets what every call relies on: inference mode of the template, eval mode of the model."""
         self.model.eval()
         self.template.set_mode("transformers")
+        seal_template(self.template)
         if self.template.use_model:
             self.template.model = self.model
 
-    def encode_row(self, request: GenerationRequest) -> EncodedRow:
-        """Encodes one conversation.
+    def encode_row(
+        self, request: GenerationRequest, is_aborted: Callable[[], bool] = lambda: False
+    ) -> EncodedRow:
+        """Encodes one conversation. ``is_aborted`` is asked before every image.
 
         Raises:
+            JobAborted: it was true.
             SampleError: an image that is none, or a prompt that leaves no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
-        images = [decode_image(image) for image in request.conversation.get("images", ())]
+        images: list[Image.Image] = []
+        for image in request.conversation.get("images", ()):
+            if is_aborted():
+                raise JobAborted
+            images.append(decode_image(image))
         conversation = {**request.conversation, "images": images}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")

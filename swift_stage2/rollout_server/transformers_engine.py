@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swift_stage2.batching import BatchQueue, Task
-from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.errors import EngineUnavailable, RoundFailed, UserError
 from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.engine import (
     CacheKind,
@@ -30,7 +30,7 @@ from swift_stage2.rollout_server.engine import (
     WeightStamp,
 )
 from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
-from swift_stage2.rollout_server.jobs import Job, JobBook
+from swift_stage2.rollout_server.jobs import Job, JobAborted, JobBook
 from swift_stage2.weight_checksum import checksum_tensor
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
@@ -143,7 +143,9 @@ class TransformersRolloutEngine:
     def _encode(self, job: Job) -> None:
         try:
             if not job.aborted:
-                job.row = self._ready_generator().encode_row(job.request)
+                job.row = self._ready_generator().encode_row(job.request, lambda: job.aborted)
+        except JobAborted:
+            pass  # ended below, as one that was aborted before or after
         except Exception as error:  # top of a pool thread: a broken sample is that request's own failure
             self._queue.withdraw()
             self._book.fail(job, error)
@@ -169,6 +171,8 @@ class TransformersRolloutEngine:
             self._life.become_ready()
             while (work := self._queue.take()) is not None:
                 self._do(work)
+        except UserError as error:
+            self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
             _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")

@@ -6,17 +6,20 @@ here what it means to the stock server. Lives on the engine thread's event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_protocol import Completion, TensorSpec
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.request_images import decode_image
+from swift_stage2.rollout_server.sealed_template import seal_template
 from swift_stage2.rollout_server.shared_staging import StagedWeights
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
@@ -53,7 +56,7 @@ class ServerArguments(RolloutArguments):  # type: ignore[misc]
             super()._check_device_count()
 
 
-def build_generator(argv: Sequence[str]) -> VllmGenerator:
+def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGenerator:
     """The engine for the command line of ``swift rollout``; blocks until the model is loaded.
 
     Raises:
@@ -78,7 +81,10 @@ def build_generator(argv: Sequence[str]) -> VllmGenerator:
         "load_format": engine_kwargs.pop("load_format", "auto"),
         "engine_kwargs": engine_kwargs,
     }
-    return VllmGenerator(**options)
+    generator_class = VllmGenerator if trusts_code else _DistrustfulGenerator
+    generator: VllmGenerator = generator_class(**options)
+    seal_template(generator.template)
+    return generator
 
 
 def _refuse_unserved(arguments: Any) -> None:
@@ -130,7 +136,10 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             arguments["generation_config"].output_kind = RequestOutputKind.FINAL_ONLY
             return arguments
 
-        images = [decode_image(image) for image in request.conversation.get("images", ())]
+        images = [
+            await asyncio.to_thread(_decode_unless, is_aborted, image)
+            for image in request.conversation.get("images", ())
+        ]
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
         response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
         choice = response.choices[0]
@@ -170,6 +179,20 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
     def shut_down(self, timeout_s: float) -> None:
         """Ends vLLM's processes."""
         self.engine.shutdown(timeout=timeout_s)
+
+
+class _DistrustfulGenerator(VllmGenerator):
+    """Whose processes run no code of the checkpoint: ms-swift tells vLLM to, and has no argument for it."""
+
+    def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
+        super()._prepare_engine_kwargs(*arguments, **options)
+        self.engine_args.trust_remote_code = False
+
+
+def _decode_unless(is_aborted: Callable[[], bool], image: str) -> Image.Image:
+    if is_aborted():
+        raise AbortedBeforeStart
+    return decode_image(image)
 
 
 def request_failure(error: Exception) -> Exception:

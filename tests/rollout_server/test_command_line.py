@@ -22,7 +22,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be built, instead of it."""
     asked: list[Any] = []
     monkeypatch.setattr(command_line, "require_vllm", lambda: None)
-    monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv: asked.append(list(argv)))
+    monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv, **_: asked.append(list(argv)))
     monkeypatch.setattr(vllm_engine, "VllmRolloutEngine", lambda build, model: asked.append(model))
     return asked
 

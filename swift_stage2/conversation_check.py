@@ -1,0 +1,145 @@
+"""Checks one conversation of ``/infer/`` before ms-swift sees it: known fields, bounded sizes, nothing named by path.
+
+ms-swift opens what a message names (``<img>PATH</img>``), what structured content names, and what the template's
+arguments name (``chat_template_kwargs: {"image": …}`` replaces the picture). None of that may come off a wire.
+Shared by the rollout server and the merger, whose stock server behind it has no such check.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from swift_stage2.errors import RequestTooLarge, SampleError
+from swift_stage2.image_opening import decode_base64, open_image
+from swift_stage2.request_limits import RequestLimits
+
+CONVERSATION_KEYS = frozenset({"messages", "images", "tools", "objects", "chat_template_kwargs"})
+# Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
+_IGNORED_KEYS = frozenset({"data_dict", "uuid", "add_eos"})
+_EMPTY_KEYS = frozenset({"audios", "videos"})
+_MESSAGE_KEYS = frozenset({"role", "content", "name", "loss", "loss_scale", "tool_calls", "tool_call_id"})
+# All others reach a media loader or a chat template as arguments, under any name.
+_TEMPLATE_KEYS: Mapping[str, type] = {
+    "enable_thinking": bool,
+    "preserve_thinking": bool,
+    "response_prefix": str,
+}
+_MEDIA_TAG = re.compile(r"</?img>|</(?:audio|video)>", re.IGNORECASE)
+
+
+def check_conversations(conversations: list[Any], limits: RequestLimits) -> dict[int, SampleError]:
+    """Place of every conversation that may not be asked, and why.
+
+    Raises:
+        RequestTooLarge: too many of them, or too many pixels in all.
+    """
+    if len(conversations) > limits.max_conversations:
+        raise RequestTooLarge(
+            f"a call may hold {limits.max_conversations} conversations, got num_conversations={len(conversations)}; "
+            "send fewer at once, or start the server with a higher --max-conversations"
+        )
+    faults: dict[int, SampleError] = {}
+    num_pixels = 0
+    for place, record in enumerate(conversations):
+        try:
+            num_pixels += _check(record, limits)
+        except SampleError as error:
+            faults[place] = error
+        if num_pixels > limits.call_pixels:
+            raise RequestTooLarge(
+                f"the images of a call may have {limits.max_call_megapixels:g} megapixels, got "
+                f"{num_pixels / 1e6:.0f} or more; send fewer at once, or start the server with a higher "
+                "--max-call-megapixels"
+            )
+    return faults
+
+
+def _check(record: Any, limits: RequestLimits) -> int:
+    """The pixels of all its images, as their headers say."""
+    if not isinstance(record, Mapping):
+        raise SampleError(f"a request must be an object, got {type(record).__name__}")
+    _refuse_unknown(record, CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS, "a request")
+    for key in _EMPTY_KEYS:
+        if record.get(key):
+            raise SampleError(f"this server takes text and images only, got {key}")
+    _check_messages(record.get("messages"), limits)
+    _check_template_arguments(record.get("chat_template_kwargs"))
+    num_chars = 0
+    for text in _texts({key: record.get(key) for key in CONVERSATION_KEYS - {"images"}}):
+        num_chars += len(text)
+        _at_most("max_text_chars", num_chars, limits.max_text_chars, "characters")
+        _check_text(text)
+    images = record.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise SampleError("images must be a list of base64 text")
+    _at_most("max_images", len(images), limits.max_images, "images")
+    if not limits.checks_images:
+        return 0
+    sizes = [open_image(decode_base64(image), max_pixels=limits.image_pixels).size for image in images]
+    return sum(width * height for width, height in sizes)
+
+
+def _check_messages(messages: Any, limits: RequestLimits) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise SampleError("messages must be a list of at least one message")
+    _at_most("max_messages", len(messages), limits.max_messages, "messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise SampleError("a message must be an object with a role")
+        _refuse_unknown(message, _MESSAGE_KEYS, "a message")
+        # Structured content could name files and addresses; media travels in `images` only.
+        if not isinstance(message.get("content"), str):
+            raise SampleError("a message's content must be text; put <image> in it and the image into images")
+
+
+def _check_template_arguments(arguments: Any) -> None:
+    given = {} if arguments is None else arguments
+    if not isinstance(given, Mapping):
+        raise SampleError(f"chat_template_kwargs must be an object, got {type(given).__name__}")
+    _refuse_unknown(given, _TEMPLATE_KEYS.keys(), "chat_template_kwargs")
+    for key, value in given.items():
+        if value is not None and not isinstance(value, _TEMPLATE_KEYS[key]):
+            kind = _TEMPLATE_KEYS[key].__name__
+            raise SampleError(f"chat_template_kwargs takes {key} as {kind}, got {type(value).__name__}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in it, keys included, and what stands in texts that are JSON themselves, as tool calls do."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Mapping):
+            waiting.extend(item.keys())
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, str):
+            yield item
+            if "\\" in item:
+                try:
+                    waiting.append(json.loads(item))
+                except (ValueError, RecursionError):
+                    continue  # nor can ms-swift read it as anything but text
+
+
+def _check_text(text: str) -> None:
+    if tag := _MEDIA_TAG.search(text):
+        raise SampleError(
+            f"a text may not name media between tags, got {tag.group()}; put <image> in it and the image into images"
+        )
+
+
+def _refuse_unknown(record: Mapping[Any, Any], known: frozenset[str] | Any, what: str) -> None:
+    if unknown := sorted(record.keys() - known):
+        raise SampleError(f"{what} knows no field {unknown[0][:80]!r}; it takes {', '.join(sorted(known))}")
+
+
+def _at_most(option: str, number: int, limit: float, what: str) -> None:
+    if number > limit:
+        raise SampleError(
+            f"a conversation may hold {limit:,} {what}, got {number:,}; shorten it, or start the server with a higher "
+            f"--{option.replace('_', '-')}"
+        )

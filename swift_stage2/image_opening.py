@@ -1,0 +1,74 @@
+"""Opens the images of a request: base64 only, known formats only, no larger than allowed. Reads no file and no host.
+
+Opening reads the header alone; whoever wants the pixels calls ``load``. Shared by learner, rollout server and merger.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import struct
+
+from PIL import Image, UnidentifiedImageError
+
+from swift_stage2.errors import SampleError
+
+# Decoders that run inside this process. Others start programs (EPS: Ghostscript) or are hardly ever used.
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+# What Pillow raises on files that are broken on purpose: decoders index, unpack and divide by what they read.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+
+
+def decode_base64(data: str) -> bytes:
+    """The bytes of base64 text, bare or as a data URL. Raises SampleError for anything else, paths too."""
+    prefix = _DATA_URL.match(data)
+    try:
+        return base64.b64decode(data[prefix.end() :] if prefix else data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SampleError(f"an image must be base64 of an image file: {error}") from error
+
+
+def open_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
+    """An image whose header has been read.
+
+    Raises:
+        SampleError: none of ``FORMATS``, broken, or larger than ``max_pixels``.
+    """
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    except _UNREADABLE as error:
+        got = "none of them" if isinstance(error, UnidentifiedImageError) else _first_line(error)
+        raise SampleError(
+            f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {got}"
+        ) from error
+    if max_pixels is not None and image.width * image.height > max_pixels:
+        raise SampleError(
+            f"an image must have at most {max_pixels / 1e6:g} megapixels, got width={image.width} "
+            f"height={image.height}; shrink it, or start the server with a higher --max-megapixels"
+        )
+    return image
+
+
+def load_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
+    """The whole image as RGB. Raises as ``open_image``."""
+    image = open_image(content, max_pixels=max_pixels)
+    try:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except _UNREADABLE as error:
+        raise SampleError(f"an image must be whole: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
