@@ -62,7 +62,7 @@ from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
+from swift_stage2.weight_transport import StockTransport, StreamTransport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -432,7 +432,7 @@ def detection_task(config: Stage2Config, span: EnterSpan = untraced) -> Detectio
 def transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | None) -> WeightTransport:
     """The way to carry weights to a server of this kind."""
     if not info.stock:
-        return GlooTransport()
+        return StreamTransport()
     return StockTransport(next(module.parameters()).device, api_key)
 
 

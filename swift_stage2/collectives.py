@@ -1,31 +1,24 @@
-"""The only user of ``torch.distributed``: a control group over the ranks, a weight group to a server.
+"""The only user of ``torch.distributed``: a control group over the ranks, a communicator for stock servers.
 
 The control group is gloo with a timeout of its own, so that a training collective and a decision can
-never be confused or share a deadline; its calls run on the main thread, on all ranks alike. The weight
-group has two members, learner rank 0 and one server, and never contains another training rank.
+never be confused or share a deadline; its calls run on the main thread, on all ranks alike. Bytes for our own
+server travel without it: ``weight_stream``.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from swift_stage2.background_call import BackgroundCall
 from swift_stage2.errors import Stage2Error, UserError
 
-_LISTEN_BACKLOG = 16
-_LEARNER_IS_HERE = "learner"
-_WAIT_SLICE_S = 0.2
-_SHORTEST_TIMEOUT_S = 0.05
 _COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 
 _NOTE_TIMEOUT_S = 5.0
@@ -206,59 +199,6 @@ def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
     raise (UserError if is_users else Stage2Error)(causes)
 
 
-class WeightGroup:
-    """A two-member gloo group that carries weights from the learner (rank 1) to one server (rank 0).
-
-    The server listens on ``host:port``; the learner connects. Every transfer has a deadline and raises
-    ``RuntimeError`` when the peer is lost. A group serves one sync round and is then closed. The server
-    calls ``keep_waiting`` once a learner can connect and then while none has; False gives up.
-    """
-
-    SERVER_RANK = 0
-    LEARNER_RANK = 1
-    _SIZE = 2
-
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        port: int,
-        timeout_s: float,
-        keep_waiting: Callable[[], bool] | None = None,
-    ) -> None:
-        end = time.monotonic() + timeout_s
-        timeout = datetime.timedelta(seconds=timeout_s)
-        if rank == self.SERVER_RANK:
-            # A store given a port alone would listen on every interface.
-            store = TCPStore(
-                host, port, self._SIZE, True, timeout=timeout, wait_for_workers=False,
-                master_listen_fd=_listen(host, port),
-            )  # fmt: skip
-            _await_learner(store, timeout_s, keep_waiting or (lambda: True))
-        else:
-            store = TCPStore(host, port, self._SIZE, False, timeout=timeout, wait_for_workers=False)
-            store.set(_LEARNER_IS_HERE, "1")
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = datetime.timedelta(seconds=max(_SHORTEST_TIMEOUT_S, end - time.monotonic()))
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        self._store: TCPStore | None = store
-        self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, self._SIZE, options)
-        self._timeout = timeout
-
-    def broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
-        """Sends (learner) or fills (server) a contiguous CPU tensor. Blocks until done or lost.
-
-        Ends within ``timeout_s``, by default the group's own.
-        """
-        timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        _broadcast(self._group, tensor, self.LEARNER_RANK, timeout)
-
-    def close(self) -> None:
-        """Drops the connections and the listening port. May be called again."""
-        self._group = None
-        self._store = None
-
-
 class GlooCommunicator:
     """vLLM's ``PyNcclCommunicator`` over gloo, for a stock server without a GPU and for the learner beside it.
 
@@ -296,28 +236,3 @@ def _broadcast(group: Any, tensor: torch.Tensor, root: int, timeout: datetime.ti
     options.rootRank = root
     options.timeout = timeout
     group.broadcast([tensor], options).wait(timeout)
-
-
-def _await_learner(store: TCPStore, timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
-    end = time.monotonic() + timeout_s
-    while keep_waiting():
-        try:
-            store.wait([_LEARNER_IS_HERE], datetime.timedelta(seconds=_WAIT_SLICE_S))
-            return
-        except dist.DistStoreError as error:
-            if time.monotonic() > end:
-                raise RuntimeError(f"no learner connected within timeout_s={timeout_s:.1f}") from error
-    raise RuntimeError("the wait for a learner was given up")
-
-
-def _listen(host: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_LISTEN_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener.detach()

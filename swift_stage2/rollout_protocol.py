@@ -38,6 +38,9 @@ BEGIN_ROUND = "/stage2/begin_round/"
 FINISH_ROUND = "/stage2/finish_round/"
 ABORT = "/stage2/abort/"
 
+# How our server takes weights: ``backend`` of INIT_COMMUNICATOR, see ``weight_stream``.
+WEIGHT_STREAM = "tcp"
+
 # A round's own requests carry its id; our server refuses any other /infer/ while a round is open.
 ROUND_HEADER = "X-Stage2-Round"
 
@@ -185,12 +188,33 @@ class RoundRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishRequest:
+    """Ends a round. ``checksums``, of all tensors as they were sent, decide with the server's own what it may serve."""
+
+    round_id: str
+    commit: bool = True  # False gives the round up
+    checksums: Mapping[str, str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        sums = None if self.checksums is None else dict(self.checksums)
+        return {"round_id": self.round_id, "commit": self.commit, "checksums": sums}
+
+    @classmethod
+    def from_json(cls, data: Any) -> FinishRequest:
+        record = _mapping(data, "finish request")
+        return cls(
+            round_id=_text(record, "round_id"),
+            commit=record.get("commit", True) is True,
+            checksums=None if record.get("checksums") is None else _text_map(record, "checksums"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RoundProof:
     """What our server can show after a round.
 
     ``arrived`` holds a checksum per tensor as it came off the wire, ``resident`` a checksum per
-    tensor as the engine now holds it (empty where the engine fuses parameters), ``loaded`` the
-    names that the engine reports as loaded.
+    tensor as the engine now holds it, ``loaded`` the names that the engine reports as loaded.
     """
 
     round_id: str
@@ -341,6 +365,11 @@ def parse_cache_reset(data: Any) -> bool:
     if not found or status not in ("True", "False"):
         raise ProtocolError(f"a cache reset must report 'status: True' or 'status: False', got {message!r}")
     return status == "True"
+
+
+def parse_stream_secret(data: Any) -> str:
+    """What our server's answer to INIT_COMMUNICATOR says must be presented where it listens for weights."""
+    return _text(_mapping(data, "answer"), "secret")
 
 
 def _parse_completion(item: Any) -> Completion:

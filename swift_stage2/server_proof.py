@@ -39,8 +39,10 @@ def prove_server(
         _ask_canary(session, order, must_agree=same_dtypes)
         shown += ["canary"] if same_dtypes else []
     if not info.stock:
-        body = session.post(protocol.FINISH_ROUND, {"round_id": order.round_id}, order.deadline)
-        if order.proof is not Proof.CANARY:
+        by_sums = order.proof is not Proof.CANARY
+        finish = protocol.FinishRequest(order.round_id, checksums=sent if by_sums else None)
+        body = session.post(protocol.FINISH_ROUND, finish.to_json(), order.deadline)
+        if by_sums:
             _check_sums(session, order, info, sent, body)
             shown.insert(0, "checksums")
     if not shown:
@@ -76,7 +78,7 @@ def _check_sums(
     loaded = set(proof.loaded)
     problems = [
         *_differences("arrived", sent, proof.arrived),
-        *(_differences("resident", sent, proof.resident) if proof.resident else []),
+        *_differences("resident", sent, proof.resident),
         *(f"not loaded: {name}" for name in sent if name not in loaded),
     ]
     if proof.round_id != order.round_id or proof.weight_version != order.version:

@@ -1,7 +1,7 @@
-"""Carries flattened weight buckets from learner rank 0 to one server: gloo for ours, vLLM's own group for stock.
+"""Carries flattened weight buckets from learner rank 0 to one server: a stream to ours, vLLM's own group for stock.
 
-A transport is used from the push thread only. ``open`` asks the server to join and connects, ``send``
-returns when the bytes have left and the server has them, ``close`` may be called at any time. Between rounds the
+A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``send``
+returns when the bytes have left, ``close`` may be called at any time. Between rounds the
 probe's thread asks ``is_lost``.
 """
 
@@ -16,9 +16,10 @@ import torch
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.background_call import BackgroundCall
-from swift_stage2.collectives import GlooCommunicator, WeightGroup
-from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.collectives import GlooCommunicator
+from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_stream import WeightStream, connect_stream
 
 _POLL_S = 0.001
 _CLOSE_TIMEOUT_S = 1.0
@@ -42,47 +43,40 @@ class WeightTransport(Protocol):
     def close(self) -> None: ...
 
 
-class GlooTransport:
-    """A fresh two-member gloo group for every round, so that nothing of a failed round survives it."""
+class StreamTransport:
+    """A fresh connection to our server for every round, so that nothing of a failed round survives it."""
 
     def __init__(self) -> None:
-        self._group: WeightGroup | None = None
+        self._stream: WeightStream | None = None
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
-        host = session.host
-        body = {
-            "host": host,
-            "port": port,
-            "world_size": 2,
-            "backend": "gloo",
-            "timeout_s": deadline.remaining_s(),
-        }
-        session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
+        try:
+            secret = protocol.parse_stream_secret(session.post(protocol.INIT_COMMUNICATOR, body, deadline))
+        except ProtocolError as error:
+            raise ServerFault(f"{session.base_url}{protocol.INIT_COMMUNICATOR}: {error}") from error
         join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
-            joining = BackgroundCall(
-                lambda: WeightGroup(WeightGroup.LEARNER_RANK, host, port, join_s), "joining the weight group"
-            )
-            self._group = joining.result_within(join_s)
-        except RuntimeError as error:
-            raise _not_formed(session, host, port, error) from error
+            self._stream = connect_stream(session.host, port, secret, join_s)
+        except OSError as error:
+            raise _not_formed(session, session.host, port, error) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        if self._group is None:
-            raise ServerFault("the weight group is not open")
+        if self._stream is None:
+            raise ServerFault("the weight stream is not open")
         on_cpu = flat.cpu()  # no part of what a lost server may break
         try:
-            self._group.broadcast(on_cpu, deadline.remaining_s())
-        except RuntimeError as error:
+            self._stream.send(on_cpu, deadline.remaining_s())
+        except OSError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
 
     def is_lost(self) -> bool:
         return False  # nothing is kept between rounds
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 class StockTransport:
@@ -231,6 +225,6 @@ class StockTransport:
 
 def _not_formed(session: ServerSession, host: str, port: int, error: Exception) -> ServerFault:
     return ServerFault(
-        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts, is "
+        f"{session.base_url}: no connection for weights at {host}:{port}: {error}; if it lasts, is "
         f"group_port={port} free on the server and open in every firewall?"
     )

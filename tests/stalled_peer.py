@@ -1,7 +1,7 @@
-"""A server's end of a weight transport, as a process that a test freezes or kills: ``gloo PORT`` or ``stock``.
+"""A server's end of a weight transport, as a process that a test freezes or kills: ``ours PORT`` or ``stock``.
 
-``gloo`` joins the group, takes two buckets, the second one late, and freezes itself: no FIN, nothing read. ``stock``
-is the master of the store that a stock server's worker holds, and prints its port.
+``ours`` lets the learner in that knows SECRET, takes two buckets, the second one late, and freezes itself: no FIN,
+nothing read. ``stock`` is the master of the store that a stock server's worker holds, and prints its port.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from swift_stage2.collectives import WeightGroup
+from swift_stage2.weight_stream import WeightListener
 
 LIFETIME_S = 60.0
+SECRET = "5" * 64
 BUCKET_BYTES = 1 << 20
 TAKES_THE_SECOND_AFTER_S = 2.5
 
 
 def take_two_buckets(port: int) -> None:
-    is_told = threading.Event()
-
-    def tell_once() -> bool:
-        if not is_told.is_set():
-            is_told.set()
-            print("listens", flush=True)
-        return True
-
-    group = WeightGroup(WeightGroup.SERVER_RANK, "127.0.0.1", port, LIFETIME_S, tell_once)
-    group.broadcast(torch.empty(BUCKET_BYTES, dtype=torch.uint8))
+    listener = WeightListener("127.0.0.1", port, SECRET)
+    print("listens", flush=True)
+    stream = listener.accept(LIFETIME_S)
+    stream.receive(torch.empty(BUCKET_BYTES, dtype=torch.uint8), LIFETIME_S)
     threading.Event().wait(TAKES_THE_SECOND_AFTER_S)
-    group.broadcast(torch.empty(BUCKET_BYTES, dtype=torch.uint8))
+    stream.receive(torch.empty(BUCKET_BYTES, dtype=torch.uint8), LIFETIME_S)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -46,7 +41,7 @@ def hold_the_store() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "gloo":
+    if sys.argv[1] == "ours":
         take_two_buckets(int(sys.argv[2]))
     else:
         hold_the_store()

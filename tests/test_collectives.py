@@ -11,14 +11,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 
-from swift_stage2.collectives import GlooControlGroup, SingleRank, WeightGroup, join_control_group
+from swift_stage2.collectives import GlooControlGroup, SingleRank, join_control_group
 
 DEADLINE_S = 90.0
-SIZES = (1, 1000, 1 << 20)
 Body = Callable[[int, int], Any]
 
 
@@ -102,74 +99,6 @@ def wait_for_a_silent_rank(rank: int, port: int) -> str:
 
 def test_a_rank_that_never_comes_ends_the_others_call_by_the_deadline() -> None:
     assert run_pair(wait_for_a_silent_rank) == ["raised", "silent"]
-
-
-def carry_bytes(rank: int, port: int) -> list[int]:
-    group = WeightGroup(rank, "127.0.0.1", port, 20.0)
-    sums = []
-    for size in SIZES:
-        tensor = torch.zeros(size, dtype=torch.uint8)
-        if rank == WeightGroup.LEARNER_RANK:
-            tensor = torch.arange(size).to(torch.uint8)
-        group.broadcast(tensor)
-        sums.append(int(tensor.long().sum()))
-    group.close()
-    group.close()
-    return sums
-
-
-def test_the_weight_group_carries_bytes_from_the_learner_to_the_server() -> None:
-    expected = [int(torch.arange(size).to(torch.uint8).long().sum()) for size in SIZES]
-    assert run_pair(carry_bytes) == [expected, expected]
-
-
-def lose_the_server(rank: int, port: int) -> str:
-    return lose(WeightGroup.SERVER_RANK, rank, port)
-
-
-def lose_the_learner(rank: int, port: int) -> str:
-    return lose(WeightGroup.LEARNER_RANK, rank, port)
-
-
-def lose(dies: int, rank: int, port: int) -> str:
-    group = WeightGroup(rank, "127.0.0.1", port, 10.0)
-    tensor = torch.zeros(1 << 24, dtype=torch.uint8)
-    group.broadcast(tensor[:8].clone())
-    if rank == dies:
-        return "gone"
-    try:
-        for _ in range(4):  # what fits into the socket's buffer still leaves
-            group.broadcast(tensor)
-    except RuntimeError:
-        return "raised"
-    return "returned"
-
-
-def test_a_lost_server_raises_at_the_learner() -> None:
-    assert run_pair(lose_the_server) == ["gone", "raised"]
-
-
-def test_a_lost_learner_raises_at_the_server() -> None:
-    assert run_pair(lose_the_learner) == ["raised", "gone"]
-
-
-def test_the_server_listens_before_it_waits_and_can_give_up() -> None:
-    port = free_port()
-    seen: list[bool] = []
-
-    def keep_waiting() -> bool:
-        with socket.create_connection(("127.0.0.1", port), 5.0):
-            seen.append(True)
-        return len(seen) < 2
-
-    with pytest.raises(RuntimeError, match="given up"):
-        WeightGroup(WeightGroup.SERVER_RANK, "127.0.0.1", port, 30.0, keep_waiting)
-    assert len(seen) == 2
-
-
-def test_a_taken_port_is_an_error_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(OSError, match="in use"):
-        WeightGroup(WeightGroup.SERVER_RANK, "127.0.0.1", holder.getsockname()[1], 30.0)
 
 
 def test_a_single_process_needs_no_group() -> None:

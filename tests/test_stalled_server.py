@@ -19,7 +19,7 @@ import pytest
 import torch
 from dropping_port import LINEAR, a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
-from stalled_peer import BUCKET_BYTES
+from stalled_peer import BUCKET_BYTES, SECRET
 from stopped_process import stop_process
 from test_weight_transport import AnyCanary
 from torch.distributed import TCPStore
@@ -32,7 +32,7 @@ from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import GlooTransport, StockTransport
+from swift_stage2.weight_transport import StockTransport, StreamTransport
 
 CPU = torch.device("cpu")
 KILLED_BY_S = 20.0
@@ -61,7 +61,7 @@ def answering_as_ours(manifest: tuple[protocol.TensorSpec, ...]) -> FakeRolloutS
     info = protocol.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
     return FakeRolloutServer(
         on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
-        on_reset=lambda call: Answer(body=b"{}"),
+        on_reset=lambda call: Answer(body=json.dumps({"secret": SECRET}).encode()),
     )
 
 
@@ -71,7 +71,7 @@ def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> Weigh
         control=SingleRank(),
         export=export,
         canary=AnyCanary(),
-        make_transport=lambda info: GlooTransport(),
+        make_transport=lambda info: StreamTransport(),
         run_id="run",
         timeout_s=T,
         bucket_mib=1,
@@ -82,7 +82,7 @@ def test_a_server_that_freezes_late_in_a_push_is_suspect_and_no_hang() -> None:
     four_buckets = torch.nn.ParameterList([torch.ones(BUCKET_BYTES // 4) for _ in range(4)])
     export = WeightExport(four_buckets)
     port = free_port()
-    with answering_as_ours(export.manifest()) as server, peer("gloo", str(port)) as (_, listens):
+    with answering_as_ours(export.manifest()) as server, peer("ours", str(port)) as (_, listens):
         assert listens == "listens"
         outcome = sync_of(export, server, port).run(1, [0])  # raises WeightSyncHang if it is one
     assert outcome.failed == (0,)
@@ -114,8 +114,8 @@ class NoMemory(torch.Tensor):
 
 def test_a_copy_that_the_learner_cannot_make_is_not_the_servers_fault() -> None:
     flat = torch.zeros(4, dtype=torch.uint8).as_subclass(NoMemory)
-    ours, stock = GlooTransport(), StockTransport(CPU)
-    ours._group = stock._communicator = object()  # type: ignore[assignment]
+    ours, stock = StreamTransport(), StockTransport(CPU)
+    ours._stream = stock._communicator = object()  # type: ignore[assignment]
     for transport in (ours, stock):
         with pytest.raises(RuntimeError, match="out of memory"):
             transport.send(flat, Deadline(5.0))  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> Non
         assert question.ended_within(KILLED_BY_S)
         assert sync.lost_servers() == (0,)
         assert sync.lost_servers() == (0,)
-    assert not GlooTransport().is_lost()
+    assert not StreamTransport().is_lost()
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_mo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = answering_as_ours(WeightExport(LINEAR).manifest())
-    a_round_at_a_dropping_port(monkeypatch, server, GlooTransport)
+    a_round_at_a_dropping_port(monkeypatch, server, StreamTransport)
 
 
 class StuckTransfer:

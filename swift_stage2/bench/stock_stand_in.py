@@ -17,8 +17,8 @@ from swift_stage2.rollout_server.service import RolloutService
 class StockService(RolloutService):
     """A service without rounds."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
+        super().__init__(engine, host)
         self.rounds = StockWeights()  # type: ignore[assignment]
 
 

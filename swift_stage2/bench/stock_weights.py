@@ -6,6 +6,7 @@ behind the routes in the place of ``WeightRounds``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,20 +36,21 @@ class StockWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
-    def admission(self, round_id: str | None) -> Iterator[None]:
-        """A stock server answers always; it is for the client not to ask while it pushes."""
-        yield
+    def admission(self, round_id: str | None) -> Iterator[bool]:
+        """A stock server answers always, proven or not; it is for the client not to ask while it pushes."""
+        yield False
 
-    def open_receiver(self, host: str, port: int, timeout_s: float) -> None:
-        """Returns before anybody can connect, as stock does. Whatever ``host`` is, only loopback is listened on."""
+    def open_receiver(self, port: int, timeout_s: float) -> str:
+        """Returns before anybody can connect, as stock does, and has no secret. Listens on loopback only."""
         self.close_receiver()
         self._under_way = [self._thread.submit(self._join, port)]
+        return ""
 
     def expect(self, bucket: Bucket) -> None:
         """Announces the next broadcast."""
         self._under_way.append(self._thread.submit(self._receive, bucket.num_bytes))
 
-    def load(self) -> tuple[str, ...]:
+    def load(self, given_up: threading.Event) -> tuple[str, ...]:
         """Waits until all that was announced has arrived.
 
         Raises:
@@ -66,6 +68,10 @@ class StockWeights:
         """Lets the communicator go, and its port with it."""
         self._thread.submit(self._leave).result(timeout=2 * _TIMEOUT_S)
         self._under_way = []
+
+    def close(self) -> None:
+        """Begins nothing any more; what is under way ends with the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _join(self, port: int) -> None:
         from vllm.distributed.utils import StatelessProcessGroup

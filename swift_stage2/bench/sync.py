@@ -33,7 +33,7 @@ from swift_stage2.output_directory import claim_directory
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import GlooTransport, StockTransport, WeightTransport
+from swift_stage2.weight_transport import StockTransport, StreamTransport, WeightTransport
 
 BUDGET = 1.3
 BUDGET_FROM_MIB = 100
@@ -165,7 +165,7 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
     stock = server.kind is ServerKind.STOCK
 
     def make_transport(_: protocol.ServerInfo) -> WeightTransport:
-        inner: WeightTransport = StockTransport(torch.device("cpu")) if stock else GlooTransport()
+        inner: WeightTransport = StockTransport(torch.device("cpu")) if stock else StreamTransport()
         return TimedTransport(inner, in_transport.append)
 
     export = WeightExport(module)

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 from swift_stage2.error_line import print_error
@@ -34,7 +35,7 @@ def serve(command: ServerCommand) -> int:
     """Runs what the command line asked for. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be
     loaded, 1 if it broke.
 
-    With an engine that has processes of its own it ends this process instead of returning.
+    It ends this process instead of returning: no thread that still waits for something may hold it up.
 
     Raises:
         UserError: the address is taken or not this machine's.
@@ -42,11 +43,10 @@ def serve(command: ServerCommand) -> int:
     with bind(command.host, command.port) as listener:
         configure_logging()
         warn_when_open(command.host, command.api_key)
-        if not command.has_children:
-            return _serve(command, listener)
-        with ServerChildren():
+        with ServerChildren() if command.has_children else nullcontext():
             status = _serve(command, listener)
-    # All is closed. What vLLM has imported and started takes many seconds to tear down, and may hang in it.
+    # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
+    # many seconds to tear down, and may hang in it.
     logging.shutdown()
     let_go()
     sys.stderr.flush()
@@ -55,7 +55,8 @@ def serve(command: ServerCommand) -> int:
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
     engine = command.start_engine()
-    server = HttpServer(create_app(RolloutService(engine), command.api_key, command.limits), engine.abort)
+    service = RolloutService(engine, command.host)
+    server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
     watcher = threading.Thread(

@@ -63,7 +63,7 @@ class InferCall:
 
 
 def output_json(
-    completion: Completion, *, model: str, incarnation: str, return_details: bool
+    completion: Completion, *, model: str, incarnation: str, is_proven: bool, return_details: bool
 ) -> dict[str, Any]:
     """One ``RolloutOutput`` of ms-swift, stamped with the weights that produced it."""
     num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
@@ -99,6 +99,7 @@ def output_json(
         "weight_version": completion.weight_version,
         "run_id": completion.run_id,
         "incarnation": incarnation,
+        "proven": is_proven,
     }
     return {
         "response": response,

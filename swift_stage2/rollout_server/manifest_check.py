@@ -31,10 +31,16 @@ def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
         )
 
 
-def compare_bucket(manifest: Sequence[TensorSpec], bucket: Bucket) -> None:
-    """Raises RoundFailed for a tensor that the manifest does not hold with that shape and dtype."""
+def compare_bucket(manifest: Sequence[TensorSpec], bucket: Bucket, announced: set[str]) -> None:
+    """Adds the bucket's tensors to those that the round has ``announced``: all together are one manifest at most.
+
+    Raises RoundFailed for a tensor that the manifest does not hold with that shape and dtype, or that comes again.
+    """
     known = {spec.name: spec for spec in manifest}
     for entry in bucket.entries:
+        if entry.spec.name in announced:
+            raise RoundFailed(f"a round must announce every tensor once, got {entry.spec.name} again")
+        announced.add(entry.spec.name)
         if known.get(entry.spec.name) != entry.spec:
             raise RoundFailed(
                 f"a bucket must hold tensors of the round's manifest, got {entry.spec.name} "

@@ -24,7 +24,8 @@ from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarg
 from swift_stage2.http_listener import bearer_check
 from swift_stage2.request_body import parse_json, read_body
 from swift_stage2.request_limits import RequestLimits
-from swift_stage2.rollout_protocol import AbortRequest, Completion, RoundRequest
+from swift_stage2.rollout_protocol import AbortRequest, Completion, FinishRequest, RoundRequest
+from swift_stage2.rollout_server.attended_call import retrieve, while_attended
 from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
 from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
@@ -119,7 +120,7 @@ class _Routes:
 
     async def infer(self, request: Request) -> Response:
         call = await self._decoded(request, lambda body: InferCall(body, self._limits))
-        with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)):
+        with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)) as is_proven:
             if call.faults():
                 return _failed_requests(call.faults(), len(call.requests))
             requests = call.valid_requests()
@@ -134,15 +135,18 @@ class _Routes:
                     ticket.abort()  # does nothing to those that have ended
         if failures:
             return _failed_requests(failures, len(tickets))
-        return await self._off_loop(lambda: self._reply(tickets, call), self._decoders)
+        return await self._decoder(lambda: self._reply(tickets, call, is_proven))
 
     async def init_communicator(self, request: Request) -> dict[str, str]:
-        body = _fields(await self._json(request), {"host": str, "port": int})
-        if body.get("backend", "gloo") != "gloo":
-            raise ProtocolError(f"weights are received over gloo only, got backend={_shown(body['backend'])}")
-        timeout_s = _address_and_timeout(body)
-        await self._off_loop(lambda: self._rounds.open_receiver(body["host"], body["port"], timeout_s))
-        return {"message": f"listening for weights on {body['host']}:{body['port']}"}
+        body = _fields(await self._json(request), {"port": int})
+        if (backend := body.get("backend", protocol.WEIGHT_STREAM)) != protocol.WEIGHT_STREAM:
+            raise ProtocolError(
+                f"backend must be {protocol.WEIGHT_STREAM!r}, got backend={_shown(backend)}; "
+                "use one version of swift_stage2 for learner and server"
+            )
+        port, timeout_s = _port_and_timeout(body)
+        secret = await self._off_loop(request, lambda _: self._rounds.open_receiver(port, timeout_s))
+        return {"message": f"listening for weights on port {port}", "secret": secret}
 
     async def update_flattened_params(self, request: Request) -> dict[str, str]:
         self._rounds.expect(parse_bucket(await self._json(request)))
@@ -152,8 +156,8 @@ class _Routes:
         self._rounds.expect(parse_single_tensor(await self._json(request)))
         return {"message": "ready for the tensor"}
 
-    async def process_weights(self) -> dict[str, Any]:
-        non_finite = await self._off_loop(self._rounds.load)
+    async def process_weights(self, request: Request) -> dict[str, Any]:
+        non_finite = await self._off_loop(request, self._rounds.load)
         return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
 
     async def reset_prefix_cache(self, request: Request) -> dict[str, str]:
@@ -166,33 +170,25 @@ class _Routes:
         return await self._reset_cache(CacheKind.MM, request)
 
     async def _reset_cache(self, kind: CacheKind, request: Request) -> dict[str, str]:
-        given_up = threading.Event()
-        reset = asyncio.get_running_loop().run_in_executor(
-            self._resets, self._engine.reset_cache, kind, _SETTLE_TIMEOUT_S, given_up
+        succeeded = await while_attended(
+            request,
+            self._resets,
+            lambda given_up: self._engine.reset_cache(kind, _SETTLE_TIMEOUT_S, given_up),
         )
-        reset.add_done_callback(_retrieve)
-        try:
-            while not (await asyncio.wait({reset}, timeout=_DISCONNECT_POLL_S))[0]:
-                if await request.is_disconnected():
-                    raise EngineUnavailable("the caller has gone; nothing is waited for")
-        finally:
-            given_up.set()
-        succeeded = await reset  # it has ended
         return {"message": f"Request received, resetting {kind} cache status: {succeeded}"}
 
-    async def close_communicator(self) -> dict[str, str]:
-        await self._off_loop(self._rounds.close_receiver)
+    async def close_communicator(self, request: Request) -> dict[str, str]:
+        await self._off_loop(request, lambda _: self._rounds.close_receiver())
         return {"message": "Request received, closing communicator"}
 
     async def begin_round(self, request: Request) -> dict[str, str]:
         wanted = RoundRequest.from_json(await self._json(request))
-        await self._off_loop(lambda: self._rounds.begin(wanted))
+        await self._off_loop(request, lambda _: self._rounds.begin(wanted))
         return {"message": "the round is open", "incarnation": self._service.incarnation}
 
     async def finish_round(self, request: Request) -> dict[str, Any]:
-        body = _fields(await self._json(request), {"round_id": str})
-        commit = body.get("commit", True) is True
-        proof = await self._off_loop(lambda: self._rounds.finish(body["round_id"], commit=commit))
+        wanted = FinishRequest.from_json(await self._json(request))
+        proof = await self._off_loop(request, lambda _: self._rounds.finish(wanted))
         if proof is None:
             return {"message": "the round was given up", "state": self._service.state()}
         return proof.to_json()
@@ -204,7 +200,7 @@ class _Routes:
         if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
         tickets = list(self._may_abort)
-        return {"aborted": await self._off_loop(lambda: self._engine.abort(tickets))}
+        return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(tickets))}
 
     async def _json(self, request: Request) -> Any:
         return await self._decoded(request, lambda body: body)
@@ -215,14 +211,17 @@ class _Routes:
             raw = await asyncio.wait_for(read_body(request, self._limits.body_bytes), _UPLOAD_TIMEOUT_S)
         except TimeoutError as error:
             raise HTTPException(408, f"a body must arrive within {_UPLOAD_TIMEOUT_S:g} s") from error
-        decoding = asyncio.ensure_future(self._off_loop(lambda: read(parse_json(raw)), self._decoders))
+        decoding = asyncio.ensure_future(self._decoder(lambda: read(parse_json(raw))))
         self._arrived.add(decoding)
         decoding.add_done_callback(self._arrived.discard)
-        decoding.add_done_callback(_retrieve)
+        decoding.add_done_callback(retrieve)
         return await decoding
 
-    async def _off_loop(self, call: Callable[[], ResultT], pool: ThreadPoolExecutor | None = None) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(pool or self._control, call)
+    async def _decoder(self, call: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, call)
+
+    async def _off_loop(self, request: Request, call: Callable[[threading.Event], ResultT]) -> ResultT:
+        return await while_attended(request, self._control, call)
 
     async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
@@ -241,24 +240,19 @@ class _Routes:
             raise EngineUnavailable("the caller has gone; its requests were aborted")
         return failures
 
-    def _reply(self, tickets: list[Ticket], call: InferCall) -> Response:
+    def _reply(self, tickets: list[Ticket], call: InferCall, is_proven: bool) -> Response:
         """Written output by output: no single step of it holds up other threads."""
-        outputs = (json.dumps(self._output(ticket.future.result(0), call)) for ticket in tickets)
+        outputs = (json.dumps(self._output(ticket.future.result(0), call, is_proven)) for ticket in tickets)
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
-    def _output(self, completion: Completion, call: InferCall) -> dict[str, Any]:
+    def _output(self, completion: Completion, call: InferCall, is_proven: bool) -> dict[str, Any]:
         return output_json(
             completion,
             model=self._engine.model,
             incarnation=self._service.incarnation,
+            is_proven=is_proven,
             return_details=call.return_details,
         )
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Looks at the end of a request that nobody waits for any more: asyncio logs a traceback otherwise."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
@@ -304,11 +298,8 @@ def _over(tickets: list[Ticket]) -> asyncio.Event:
     return over
 
 
-def _address_and_timeout(body: Mapping[str, Any]) -> float:
-    """The seconds that a call leaves, its host and port having been looked at."""
-    host, port, timeout_s = body["host"], body["port"], body.get("timeout_s", 300.0)
-    if not host.isascii() or not host.isprintable() or len(host) > 255:
-        raise ProtocolError(f"host must be a name or an address, got host={_shown(host)}")
+def _port_and_timeout(body: Mapping[str, Any]) -> tuple[int, float]:
+    port, timeout_s = body["port"], body.get("timeout_s", 300.0)
     if not 0 < port < 65536:
         raise ProtocolError(f"port must be from 1 to 65535, got port={port}")
     if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
@@ -316,7 +307,7 @@ def _address_and_timeout(body: Mapping[str, Any]) -> float:
             f"timeout_s must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT_S:g}, got "
             f"timeout_s={_shown(timeout_s)}"
         )
-    return float(timeout_s)
+    return port, float(timeout_s)
 
 
 def _shown(value: Any) -> str:

@@ -16,10 +16,16 @@ from swift_stage2.rollout_server.weight_rounds import WeightRounds
 class RolloutService:
     """What the routes talk to. ``incarnation`` is new at every start of the process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
+        """``host``: the address to listen on for weights, too."""
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
-        self.rounds = WeightRounds(engine, self.incarnation)
+        self.rounds = WeightRounds(engine, self.incarnation, host=host)
+
+    def end_work(self) -> None:
+        """Ends the open round and what is being generated, because the server is asked to end."""
+        self.rounds.close()
+        self.engine.abort()
 
     def state(self) -> str:
         """The engine's state unless it is ready; then the state of the weight rounds."""

@@ -1,7 +1,7 @@
 """Receives one round's flattened buckets into memory and describes what arrived; touches no model.
 
-A thread of its own owns the weight group: it listens, waits for the learner, then fills one buffer per
-announced bucket, in order. Checksums are taken from the received bytes before anything else reads them.
+A thread of its own waits for the learner, then fills one buffer per announced bucket, in order. Checksums are taken
+from the received bytes before anything else reads them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from swift_stage2.collectives import WeightGroup
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.weight_checksum import all_finite, checksum_tensor
+from swift_stage2.weight_stream import WeightListener, WeightStream
+
+_GIVEN_UP_POLL_S = 0.25
+_ENDED = "the round has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class StagingBuffers:
 
 
 class WeightReceiver:
-    """One weight group for one round. ``start``, any number of ``expect``, ``collect``, ``close``."""
+    """The weights of one round. ``start``, any number of ``expect``, ``collect``, ``close``."""
 
     def __init__(self, host: str, port: int, timeout_s: float, staging: StagingBuffers) -> None:
         self._host, self._port, self._timeout_s = host, port, timeout_s
@@ -95,88 +98,107 @@ class WeightReceiver:
         self._changed = threading.Condition()
         self._expected: list[Bucket] = []
         self._num_received = 0
-        self._listening = self._closed = self._ended = False
+        self._closed = self._ended = False
         self._failure: str | None = None
+        self._open: WeightListener | WeightStream | None = None
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
 
-    def start(self) -> None:
-        """Returns once learners can connect. Raises RoundFailed when the address cannot be listened on."""
+    def start(self) -> str:
+        """Listens, and returns the secret that the learner must present there.
+
+        Raises:
+            RoundFailed: the address cannot be listened on, or ``close`` was called.
+        """
+        try:
+            listener = WeightListener(self._host, self._port)
+        except (OSError, OverflowError) as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise RoundFailed(
+                f"the server cannot listen for weights on {self._host}:{self._port}: {self._failure}; "
+                "choose a free group_port"
+            ) from error
+        self._own(listener)
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._listening or self._ended, self._timeout_s)
-            if not self._listening:
-                raise RoundFailed(
-                    f"the server cannot listen for weights on {self._host}:{self._port}: "
-                    f"{self._failure or 'no answer in time'}; choose a free group_port"
-                )
+        return listener.secret
 
     def expect(self, bucket: Bucket) -> None:
-        """Announces the next broadcast. Raises RoundFailed when the group is lost or was closed."""
+        """Announces the next broadcast. Raises RoundFailed when the learner is lost or the round has ended."""
         with self._changed:
             if self._failure or self._closed:
-                raise RoundFailed(self._failure or "the weight group was closed")
+                raise RoundFailed(self._failure or _ENDED)
             self._expected.append(bucket)
             self._changed.notify_all()
 
-    def collect(self, timeout_s: float) -> ReceivedWeights:
+    def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
         """Everything that was announced, once it has arrived.
 
         Raises:
-            RoundFailed: the learner was lost, or the time ran out; names how many buckets had arrived.
+            RoundFailed: the learner was lost, the time ran out or ``given_up`` was set; names how many buckets had
+                arrived.
         """
+        end = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._num_received == len(self._expected) or self._ended, max(0.0, timeout_s)
-            )
+            while (left_s := end - time.monotonic()) > 0 and not given_up.is_set():
+                if self._changed.wait_for(
+                    lambda: self._num_received == len(self._expected) or self._ended,
+                    min(left_s, _GIVEN_UP_POLL_S),
+                ):
+                    break
             num_received, buckets = self._num_received, list(self._expected)
-            failure = self._failure
-        if num_received < len(buckets):
+            failure = "the caller has gone" if given_up.is_set() else self._failure
+        if num_received < len(buckets) or given_up.is_set():
             cause = failure or f"timeout_s={timeout_s:.1f} is over"
             raise RoundFailed(f"{num_received} of {len(buckets)} buckets arrived: {cause}")
         self._staging.trim(len(buckets))
         return _describe(buckets, self._staging)
 
     def close(self) -> None:
-        """Lets the group go: at once when it is idle, at its own timeout when a transfer is stuck."""
+        """Frees the port and ends the thread, also in the middle of a transfer. May be called again."""
         with self._changed:
             self._closed = True
+            held = self._open
             self._changed.notify_all()
+        if held is not None:
+            held.close()
 
     @property
     def failed(self) -> bool:
-        """True once the group could not form or was lost."""
+        """True once the learner did not come or was lost."""
         return self._failure is not None
 
     def join(self, timeout_s: float) -> bool:
         """True once the thread has ended and the port is free."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        group: WeightGroup | None = None
         try:
-            group = WeightGroup(
-                WeightGroup.SERVER_RANK, self._host, self._port, self._timeout_s, self._keep_waiting
-            )
+            assert isinstance(self._open, WeightListener)
+            stream = self._open.accept(self._end - time.monotonic())
+            self._own(stream)
             while (bucket := self._next_bucket()) is not None:
-                group.broadcast(self._staging.buffer(self._num_received, bucket.num_bytes))
+                memory = self._staging.buffer(self._num_received, bucket.num_bytes)
+                stream.receive(memory, self._end - time.monotonic())
                 with self._changed:
                     self._num_received += 1
                     self._changed.notify_all()
-        except Exception as error:  # top of the thread; told by start, expect and collect
-            self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except Exception as error:  # top of the thread; told by expect and collect
+            cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._failure = _ENDED if self._closed else cause
         finally:
-            if group is not None:
-                group.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+            self.close()
 
-    def _keep_waiting(self) -> bool:
+    def _own(self, held: WeightListener | WeightStream) -> None:
         with self._changed:
-            self._listening = True
-            self._changed.notify_all()
-            return not self._closed
+            self._open = held
+            closed = self._closed
+        if closed:
+            held.close()
+            raise RoundFailed(_ENDED)
 
     def _next_bucket(self) -> Bucket | None:
         with self._changed:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import RefusalReason, RoundProof, RoundRequest
+from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
+from swift_stage2.rollout_protocol import FinishRequest, RefusalReason, RoundProof, RoundRequest
 from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.manifest_check import compare_bucket, compare_manifests, require_all
 from swift_stage2.rollout_server.weight_receiver import (
@@ -46,6 +46,8 @@ class _Round:
     end: float  # monotonic
     last_call: float
     receiver: WeightReceiver | None = None
+    announced: set[str] = field(default_factory=set)
+    is_loading: bool = False
     received: ReceivedWeights | None = None
     installed: InstalledWeights | None = None
     failure: str | None = None
@@ -54,13 +56,23 @@ class _Round:
 class WeightRounds:
     """The rounds of one server and the door of its ``/infer/``."""
 
-    def __init__(self, engine: Engine, incarnation: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """``host``: the address of this machine to listen on for weights."""
         self._engine = engine
+        self._host = host
         self._incarnation = incarnation
         self._clock = clock
         self._lock = threading.Lock()
         self._round: _Round | None = None
         self._unproven = False
+        self._closed = False
         self._num_loading = 0  # loads that the engine is busy with, also of rounds that have ended
         self._num_admitted = 0
         self._last_proof: RoundProof | None = None
@@ -76,8 +88,8 @@ class WeightRounds:
             return RoundState.UNPROVEN if self._is_unproven() else RoundState.SERVING
 
     @contextmanager
-    def admission(self, round_id: str | None) -> Iterator[None]:
-        """One ``/infer/``, counted while it lasts.
+    def admission(self, round_id: str | None) -> Iterator[bool]:
+        """One ``/infer/``, counted while it lasts; says whether a round has proven the weights that answer it.
 
         Raises:
             RoundRefused: a round is open and this is not its request, or the weights are unproven.
@@ -86,8 +98,9 @@ class WeightRounds:
             self._expire()
             self._check_admission(round_id)
             self._num_admitted += 1
+            is_proven = self._round is None and self._engine.stamp.version is not None
         try:
-            yield
+            yield is_proven
         finally:
             with self._lock:
                 self._num_admitted -= 1
@@ -100,6 +113,8 @@ class WeightRounds:
         """
         compare_manifests(self._engine.manifest(), request.manifest)
         with self._lock:
+            if self._closed:
+                raise EngineUnavailable("the server is shutting down")
             self._expire()
             held = self._round
             if held is not None and held.request.run_id != request.run_id and self._is_alive(held):
@@ -119,8 +134,8 @@ class WeightRounds:
             self._round = _Round(request, end=now + request.timeout_s, last_call=now)
         self._release_port(held)
 
-    def open_receiver(self, host: str, port: int, timeout_s: float) -> None:
-        """Listens for the learner; returns once it can connect.
+    def open_receiver(self, port: int, timeout_s: float) -> str:
+        """Listens for the learner; returns the secret that it must present when it connects.
 
         Raises:
             RoundRefused: no round is open, or it listens already.
@@ -133,10 +148,10 @@ class WeightRounds:
             timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
             if self._last_receiver is not None and not self._last_receiver.join(0):
                 self._staging = StagingBuffers()  # a stuck transfer may still write into the old ones
-            receiver = WeightReceiver(host, port, timeout_s, self._staging)
+            receiver = WeightReceiver(self._host, port, timeout_s, self._staging)
             self._last_receiver = current.receiver = receiver
         try:
-            receiver.start()
+            return receiver.start()
         except RoundFailed as error:
             self._fail(current, error)
             raise
@@ -146,35 +161,40 @@ class WeightRounds:
 
         Raises:
             RoundRefused: no round is open, or it does not listen.
-            RoundFailed: a tensor that the manifest does not have so, or a group that is lost.
+            RoundFailed: a tensor that the manifest does not have so, or for the second time, or a learner that is lost.
         """
         with self._lock:
             current = self._open_round()
             receiver = self._listening(current)
         try:
-            compare_bucket(current.request.manifest, bucket)
+            compare_bucket(current.request.manifest, bucket, current.announced)
             receiver.expect(bucket)
         except RoundFailed as error:
             self._fail(current, error)
             raise
 
-    def load(self) -> tuple[str, ...]:
+    def load(self, given_up: threading.Event) -> tuple[str, ...]:
         """Waits for all announced buckets and copies them into the model; names with NaN or infinity return.
 
+        Once ``given_up`` is set, its caller has gone: nothing is waited for or copied any more.
+
         Raises:
-            RoundRefused: no round is open, it does not listen, or it has loaded already.
+            RoundRefused: no round is open, it does not listen, or it has loaded or is being loaded already.
             RoundFailed: not everything arrived (the old weights serve on), or the copy failed.
         """
         with self._lock:
             current = self._open_round()
-            if current.installed is not None:
-                raise RoundRefused(RefusalReason.WRONG_ORDER, "the round's weights are loaded already")
+            if current.is_loading:
+                raise RoundRefused(
+                    RefusalReason.WRONG_ORDER, "the round's weights are loaded already, or about to be"
+                )
             receiver = self._listening(current)
+            current.is_loading = True
             current.last_call = current.end  # not silent while it loads
         try:
             if current.failure:
                 raise RoundFailed(current.failure)
-            received = receiver.collect(current.end - self._clock())
+            received = receiver.collect(current.end - self._clock(), given_up)
             require_all(current.request.manifest, received)
             self._install(current, received)
         except RoundFailed as error:
@@ -195,13 +215,14 @@ class WeightRounds:
             receiver.close()
             receiver.join(_JOIN_TIMEOUT_S)
 
-    def finish(self, round_id: str, *, commit: bool = True) -> RoundProof | None:
+    def finish(self, wanted: FinishRequest) -> RoundProof | None:
         """Ends the round with its proof; asked again, the same proof returns. None when it was given up.
 
-        Weights that were loaded and are not vouched for (given up, or not resident as they arrived) leave
-        the server unproven. Raises:
+        Weights that were loaded and are not vouched for (given up, not resident as they arrived, or with other
+        checksums than those that the learner has sent) leave the server unproven. Raises:
             RoundRefused: not the open round, or nothing was loaded (it ends, the old weights serve on).
         """
+        round_id, commit = wanted.round_id, wanted.commit
         with self._lock:
             if self._last_proof is not None and self._last_proof.round_id == round_id:
                 return self._last_proof
@@ -212,16 +233,26 @@ class WeightRounds:
             proof = None
             if commit and received is not None and installed is not None:
                 proof = self._last_proof = self._prove(current, received, installed)
-                self._unproven = dict(proof.resident) != dict(proof.arrived)
+                self._unproven = not _is_whole(proof, wanted.checksums)
                 current.installed = None
             self._end_round()
         self._release_port(current)
+        if commit and proof is not None and self._unproven:
+            _log.warning(
+                "round %s brought weights that differ from what was sent; nothing is served", round_id
+            )
         if commit and proof is None:
             raise RoundRefused(
                 RefusalReason.WRONG_ORDER,
                 f"a round must load before it commits: {current.failure or 'no weights were loaded'}",
             )
         return proof
+
+    def close(self) -> None:
+        """Ends the open round and whatever waits in it; no other begins."""
+        with self._lock:
+            self._closed = True
+            self._end_round()
 
     # --- decisions, under the lock --------------------------------------------------------------
     def _check_admission(self, round_id: str | None) -> None:
@@ -317,3 +348,13 @@ class WeightRounds:
     def _release_port(self, ended: _Round | None) -> None:
         if ended is not None and ended.receiver is not None:
             ended.receiver.join(_JOIN_TIMEOUT_S)
+
+
+def _is_whole(proof: RoundProof, sent: Mapping[str, str] | None) -> bool:
+    """Whether the model holds everything as it arrived, and it arrived as it was sent, where the learner says so."""
+    arrived = dict(proof.arrived)
+    return (
+        dict(proof.resident) == arrived
+        and set(arrived) <= set(proof.loaded)
+        and (sent is None or dict(sent) == arrived)
+    )

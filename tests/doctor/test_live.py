@@ -16,7 +16,7 @@ from swift_stage2.errors import ServerFault, WeightSyncHang
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.weight_sync import WeightSync
-from swift_stage2.weight_transport import GlooTransport
+from swift_stage2.weight_transport import StreamTransport
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -269,7 +269,7 @@ def test_a_transfer_that_fails_names_the_group_port(
     def lost(*_: object) -> None:
         raise ServerFault("the weight group did not form: connection refused")
 
-    monkeypatch.setattr(GlooTransport, "open", lost)
+    monkeypatch.setattr(StreamTransport, "open", lost)
     report = doctor(configure(server.base_url), "--live")
     assert report.failed == ["dry sync round"]
     assert "group_port reachable and free" in report.row("dry sync round")["fix"]

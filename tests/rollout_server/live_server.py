@@ -17,13 +17,13 @@ import torch
 from PIL import Image, ImageDraw
 
 from swift_stage2 import demo, rollout_protocol
-from swift_stage2.collectives import WeightGroup
 from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.http_listener import HttpServer, bind
 from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.weight_export import WeightExport, flatten
+from swift_stage2.weight_stream import WeightStream, connect_stream
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 30.0
@@ -98,7 +98,7 @@ def serve(engine: Any, api_key: str | None = None) -> Iterator[RunningServer]:
     service = RolloutService(engine)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, api_key), service.engine.abort)
+    uvicorn_server = HttpServer(create_app(service, api_key), service.end_work)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -118,7 +118,7 @@ class LearnerRound:
         self.version = next(server.versions)
         self.round_id = f"round-{self.version}"
         self.run_id = run_id
-        self.group: WeightGroup | None = None
+        self.stream: WeightStream | None = None
 
     def begin(self, timeout_s: float = 60.0) -> httpx.Response:
         request = RoundRequest(self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s)
@@ -126,12 +126,12 @@ class LearnerRound:
 
     def connect(self, timeout_s: float = 20.0) -> None:
         port = free_port()
-        body = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "gloo", "timeout_s": timeout_s}
+        body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "timeout_s": timeout_s}
         reply = self.server.post(rollout_protocol.INIT_COMMUNICATOR, body)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
-            pass  # the reply means that it listens
-        self.group = WeightGroup(WeightGroup.LEARNER_RANK, "127.0.0.1", port, timeout_s)
+            pass  # the reply means that it listens, also to strangers
+        self.stream = connect_stream("127.0.0.1", port, reply.json()["secret"], timeout_s)
 
     def buckets(self, bucket_bytes: int = 1 << 20) -> list[tuple[torch.Tensor, list[dict[str, object]]]]:
         return [flatten(self.export.read(names)) for names in self.export.plan(bucket_bytes)]
@@ -142,8 +142,8 @@ class LearnerRound:
     def send(self, flat: torch.Tensor, metadata: list[dict[str, object]]) -> None:
         reply = self.announce(metadata)
         assert reply.status_code == 200, reply.text
-        assert self.group is not None
-        self.group.broadcast(flat)
+        assert self.stream is not None
+        self.stream.send(flat, CALL_TIMEOUT_S)
 
     def push(self) -> None:
         self.connect()
@@ -154,9 +154,9 @@ class LearnerRound:
         return self.server.post(rollout_protocol.PROCESS_WEIGHTS)
 
     def close(self) -> None:
-        if self.group is not None:
-            self.group.close()
-            self.group = None
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
 
     def finish(self, **options: Any) -> httpx.Response:
         return self.server.post(rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, **options})

@@ -1,22 +1,24 @@
-"""The receiver against a real learner's end of a gloo group."""
+"""The receiver against a real learner's end of a stream."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from live_server import free_port
 
-from swift_stage2.collectives import WeightGroup
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, StagingBuffers, WeightReceiver
 from swift_stage2.weight_checksum import checksum_tensor
 from swift_stage2.weight_export import flatten
+from swift_stage2.weight_stream import WeightStream, connect_stream
 
 TIMEOUT_S = 10.0
+NOBODY_LEAVES = threading.Event()
 
 
 def bucket(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Bucket]:
@@ -38,11 +40,10 @@ def staging() -> StagingBuffers:
 
 
 @pytest.fixture
-def ends(staging: StagingBuffers) -> Iterator[tuple[WeightReceiver, WeightGroup]]:
+def ends(staging: StagingBuffers) -> Iterator[tuple[WeightReceiver, WeightStream]]:
     port = free_port()
     receiver = WeightReceiver("127.0.0.1", port, TIMEOUT_S, staging)
-    receiver.start()
-    learner = WeightGroup(WeightGroup.LEARNER_RANK, "127.0.0.1", port, TIMEOUT_S)
+    learner = connect_stream("127.0.0.1", port, receiver.start(), TIMEOUT_S)
     yield receiver, learner
     learner.close()
     receiver.close()
@@ -50,7 +51,7 @@ def ends(staging: StagingBuffers) -> Iterator[tuple[WeightReceiver, WeightGroup]
     socket.create_server(("127.0.0.1", port)).close()  # the port is free again
 
 
-def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, WeightStream]) -> None:
     receiver, learner = ends
     first = {
         "byte": torch.arange(3, dtype=torch.uint8),  # shifts what follows off its alignment
@@ -64,8 +65,8 @@ def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, Wei
     for tensors in (first, second, third):
         flat, layout = bucket(tensors)
         receiver.expect(layout)
-        learner.broadcast(flat)
-    received = receiver.collect(TIMEOUT_S)
+        learner.send(flat, TIMEOUT_S)
+    received = receiver.collect(TIMEOUT_S, NOBODY_LEAVES)
     everything = first | second | third
     assert received.checksums == {name: checksum_tensor(tensor) for name, tensor in everything.items()}
     for name, tensor in everything.items():
@@ -74,24 +75,24 @@ def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, Wei
     assert received.non_finite == ("nan",)
 
 
-def test_a_learner_lost_between_two_buckets_is_named(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+def test_a_learner_lost_between_two_buckets_is_named(ends: tuple[WeightReceiver, WeightStream]) -> None:
     receiver, learner = ends
     flat, layout = bucket({"a": torch.ones(8)})
     receiver.expect(layout)
-    learner.broadcast(flat)
+    learner.send(flat, TIMEOUT_S)
     receiver.expect(bucket({"b": torch.ones(8)})[1])
     learner.close()
     with pytest.raises(RoundFailed, match="1 of 2 buckets"):
-        receiver.collect(TIMEOUT_S)
+        receiver.collect(TIMEOUT_S, NOBODY_LEAVES)
     with pytest.raises(RoundFailed):
         receiver.expect(layout)
 
 
-def test_collecting_has_a_deadline(ends: tuple[WeightReceiver, WeightGroup]) -> None:
+def test_collecting_has_a_deadline(ends: tuple[WeightReceiver, WeightStream]) -> None:
     receiver, _ = ends
     receiver.expect(bucket({"a": torch.ones(8)})[1])
     with pytest.raises(RoundFailed, match="0 of 1 buckets"):
-        receiver.collect(0.05)
+        receiver.collect(0.05, NOBODY_LEAVES)
 
 
 def test_closing_ends_a_receiver_that_no_learner_ever_joined(staging: StagingBuffers) -> None:

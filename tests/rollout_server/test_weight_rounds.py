@@ -12,13 +12,14 @@ import torch
 from live_server import free_port
 
 from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.rollout_protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 from swift_stage2.rollout_server import weight_rounds
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
+NOBODY_LEAVES = threading.Event()
 
 
 class EngineStandIn:
@@ -122,22 +123,22 @@ def test_a_round_is_forgotten_when_its_time_is_over(rounds: WeightRounds, clock:
     clock.now = 51.0
     assert rounds.state is RoundState.SERVING
     enter(rounds)
-    assert refusal(rounds.finish, "r1") is RefusalReason.NO_ROUND
+    assert refusal(rounds.finish, FinishRequest("r1")) is RefusalReason.NO_ROUND
 
 
 def test_steps_out_of_order_are_refused(rounds: WeightRounds) -> None:
-    assert refusal(rounds.load) is RefusalReason.NO_ROUND
-    assert refusal(rounds.open_receiver, "127.0.0.1", free_port(), 1.0) is RefusalReason.NO_ROUND
+    assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.NO_ROUND
+    assert refusal(rounds.open_receiver, free_port(), 1.0) is RefusalReason.NO_ROUND
     rounds.begin(request())
-    assert refusal(rounds.load) is RefusalReason.WRONG_ORDER
-    assert refusal(rounds.finish, "r2") is RefusalReason.NO_ROUND
-    assert refusal(rounds.finish, "r1") is RefusalReason.WRONG_ORDER
+    assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.WRONG_ORDER
+    assert refusal(rounds.finish, FinishRequest("r2")) is RefusalReason.NO_ROUND
+    assert refusal(rounds.finish, FinishRequest("r1")) is RefusalReason.WRONG_ORDER
     assert rounds.state is RoundState.SERVING  # nothing was loaded, so the old weights are whole
 
 
 def test_giving_up_before_the_load_changes_nothing(rounds: WeightRounds) -> None:
     rounds.begin(request())
-    assert rounds.finish("r1", commit=False) is None
+    assert rounds.finish(FinishRequest("r1", commit=False)) is None
     assert rounds.state is RoundState.SERVING
 
 
@@ -157,7 +158,7 @@ def test_a_port_that_is_taken_fails_the_round_with_the_address(rounds: WeightRou
         port = holder.getsockname()[1]
         rounds.begin(request())
         with pytest.raises(RoundFailed, match=f"127.0.0.1:{port}"):
-            rounds.open_receiver("127.0.0.1", port, 5.0)
+            rounds.open_receiver(port, 5.0)
     rounds.begin(request("r2", "other"))  # a failed round holds nobody up
 
 
@@ -181,9 +182,10 @@ class ArrivedWeights:
 
     def __init__(self, *_: object) -> None: ...
 
-    def start(self) -> None: ...
+    def start(self) -> str:
+        return "secret"
 
-    def collect(self, timeout_s: float) -> ReceivedWeights:
+    def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
         tensors = {spec.name: torch.zeros(spec.shape) for spec in MANIFEST}
         return ReceivedWeights(tensors, dict.fromkeys(tensors, "sum"), ())
 
@@ -210,9 +212,9 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
     engine.error = error
     rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
     rounds.begin(request())
-    rounds.open_receiver("127.0.0.1", 1, 1.0)
+    rounds.open_receiver(1, 1.0)
     with ThreadPoolExecutor(1) as learner:
-        loading = learner.submit(rounds.load)
+        loading = learner.submit(rounds.load, NOBODY_LEAVES)
         assert engine.loads.wait(20.0)
         clock.now = 101.0
         during = rounds.state

@@ -18,7 +18,7 @@ from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import GlooTransport
+from swift_stage2.weight_transport import StreamTransport
 
 
 class GenerateCanary:
@@ -58,7 +58,7 @@ class Learner:
     """A module, its canary, and a sync whose transports a test may replace."""
 
     def __init__(
-        self, server: RunningServer, *, timeout_s: float = 30.0, transport: Any = GlooTransport
+        self, server: RunningServer, *, timeout_s: float = 30.0, transport: Any = StreamTransport
     ) -> None:
         self.module = load_learner(seed=next(server.versions))
         self.canary = GenerateCanary(self.module)
@@ -119,7 +119,7 @@ def test_a_push_that_changed_nothing_and_a_wrong_push_are_caught_by_checksums(
     assert server.post_infer([learner.canary.request]).status_code == 409  # and the server itself refuses too
 
 
-class _StaleTransport(GlooTransport):
+class _StaleTransport(StreamTransport):
     """Announces every bucket honestly and sends zeros: what a broken transport would deliver."""
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_are_the_learners_fault(server: RunningServe
         learner.round()
 
 
-class _HangingTransport(GlooTransport):
+class _HangingTransport(StreamTransport):
     release = threading.Event()
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
@@ -184,7 +184,7 @@ def test_a_push_that_hangs_ends_by_the_deadline(server: RunningServer) -> None:
         _HangingTransport.release.set()
 
 
-class _DyingTransport(GlooTransport):
+class _DyingTransport(StreamTransport):
     """Loses the connection after the first bucket."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     learner.sync._make_transport = lambda info: _DyingTransport()
     outcome = learner.round()
     assert outcome.failed == (0,)
-    learner.sync._make_transport = lambda info: GlooTransport()
+    learner.sync._make_transport = lambda info: StreamTransport()
     with ServerSession(server.base_url) as session:
         assert session.info(Deadline(5)).weight_version == before.version
     assert old.weight_version == before.version

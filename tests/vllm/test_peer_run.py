@@ -70,12 +70,12 @@ def _send(communicator: GlooCommunicator, num_bytes: int, value: int) -> threadi
 def test_one_learner_after_another_pushes_over_the_same_port(weights: StockWeights) -> None:
     port = free_port()
     for value in (7, 9):
-        weights.open_receiver("0.0.0.0", port, 60.0)
+        weights.open_receiver(port, 60.0)
         communicator = _join(port)
         for num_floats in (3, 5):
             weights.expect(_bucket(num_floats))
             sender = _send(communicator, 4 * num_floats, value)
-            assert weights.load() == ()
+            assert weights.load(threading.Event()) == ()
             sender.join(_JOIN_S)
             assert weights._buffer.tolist() == [value] * 4 * num_floats
         weights.close_receiver()
@@ -84,7 +84,7 @@ def test_one_learner_after_another_pushes_over_the_same_port(weights: StockWeigh
 def test_a_push_that_nobody_joined_for_is_an_error(weights: StockWeights) -> None:
     weights.expect(_bucket(3))
     with pytest.raises(RoundFailed, match="nobody has joined"):
-        weights.load()
+        weights.load(threading.Event())
 
 
 def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tmp_path: Path) -> None:

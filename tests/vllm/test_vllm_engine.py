@@ -19,7 +19,7 @@ from swift_stage2 import rollout_protocol
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
-from swift_stage2.weight_transport import GlooTransport
+from swift_stage2.weight_transport import StreamTransport
 
 DEADLINE_S = 30.0
 # At this temperature the tiny model never ends its turn before the limit.
@@ -199,7 +199,7 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert learner.round().proven == (0,)
 
 
-class _DyingTransport(GlooTransport):
+class _DyingTransport(StreamTransport):
     """Loses the connection after the first bucket."""
 
     num_sent = 0
@@ -225,7 +225,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     again = server.infer([learner.canary.request], max_tokens=12)
     assert [c.token_ids for c in again] == [c.token_ids for c in old]
     assert again[0].weight_version == before.version
-    learner.sync._make_transport = lambda info: GlooTransport()
+    learner.sync._make_transport = lambda info: StreamTransport()
     assert learner.round().proven == (0,)  # and the next round repairs everything
 
 
