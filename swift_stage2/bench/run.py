@@ -15,6 +15,10 @@ BENCHES = {
         "swift_stage2.bench.all_benches",
         "every bench one after the other, and a page of what they found",
     ),
+    "attacks": (
+        "swift_stage2.bench.attacks.run",
+        "what hostile or broken peers may send, against the real parts: is all of it withstood?",
+    ),
     "faults": (
         "swift_stage2.bench.faults.run",
         "a server broken in every way under a real job (vLLM with --server stock or vllm)",

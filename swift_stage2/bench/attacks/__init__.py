@@ -1,0 +1,8 @@
+"""What a hostile or broken peer can send over the wire, and what becomes of it.
+
+    result     one kind of attack: how often it was tried, how each try ended, what it cost
+    run        all groups, one table; exit status 1 if one try ended as none may
+    answers    servers' answers: odd ones, and ones without an end
+
+Every group is a module with a function ``attacks() -> list[AttackResult]``.
+"""
