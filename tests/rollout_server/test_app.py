@@ -11,19 +11,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
+from stopped_process import stop_process
 
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import HttpServer, bind, warn_when_open
+from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.rollout_server.weight_receiver import num_bytes
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 90.0
@@ -123,21 +130,35 @@ def test_an_engine_that_cannot_load_is_unhealthy_and_answers_503() -> None:
     engine.close(timeout_s=5.0)
 
 
-def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
+@contextmanager
+def server_process(
+    tmp_path: Path, *, host: str = "127.0.0.1"
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """``swift-stage2 rollout``, healthy, with its base URL; killed at the end if it runs still."""
     port = free_port()
     plugin = Path(demo.__file__).parent / "tiny_template.py"
     command = [
         sys.executable, "-m", "swift_stage2", "rollout", str(MODEL),
         "--external-plugins", str(plugin), "--model-type", "stage2_tiny_vl",
-        "--template", "stage2_tiny_vl", "--port", str(port), "--device", "cpu", "--num-threads", "1",
+        "--template", "stage2_tiny_vl", "--host", host, "--port", str(port), "--device", "cpu",
+        "--num-threads", "1",
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5.0, trust_env=False) as http:
+        with httpx.Client(base_url=f"http://{host}:{port}", timeout=5.0, trust_env=False) as http:
             wait_until_healthy(http, process, log)
+        yield process, f"http://{host}:{port}"
+    finally:
+        process.kill()
+        process.wait(10.0)
+
+
+def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
+    with server_process(tmp_path) as (process, base_url):
+        with httpx.Client(base_url=base_url, timeout=5.0, trust_env=False) as http:
             body = {
                 "infer_requests": [text_request()],
                 "request_config": {
@@ -152,11 +173,72 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
                 answer = json.loads(reply.read())
             assert reply.status_code == 200
             assert answer[0]["response"]["choices"][0]["finish_reason"] in ("abort", "stop")
-        assert process.wait(20.0) == 0, log.read_text()
-        socket.create_server(("127.0.0.1", port)).close()
-    finally:
-        process.kill()
-        process.wait(10.0)
+        assert process.wait(20.0) == 0, (tmp_path / "log").read_text()
+        socket.create_server(("127.0.0.1", int(base_url.rpartition(":")[2]))).close()
+
+
+SILENT_LEARNER = """
+import sys, torch
+from swift_stage2.weight_stream import connect_stream
+stream = connect_stream("127.0.0.2", int(sys.argv[1]), sys.argv[2], 30.0)
+stream.send(torch.zeros(4, dtype=torch.uint8), 30.0)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_port_is_where_it_was_told(
+    tmp_path: Path,
+) -> None:
+    with (
+        server_process(tmp_path, host="127.0.0.2") as (process, base_url),
+        httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http,
+    ):
+        manifest = http.get(rollout_protocol.SERVER_INFO).json()["manifest"]
+        port = free_port()
+        spec = TensorSpec.from_json(manifest[0])
+        size = num_bytes(spec)
+        steps: list[tuple[str, dict[str, Any]]] = [
+            (
+                rollout_protocol.BEGIN_ROUND,
+                {"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 600.0, "manifest": manifest},
+            ),
+            (rollout_protocol.INIT_COMMUNICATOR, {"port": port, "host": "0.0.0.0", "timeout_s": 600.0}),
+            (
+                rollout_protocol.UPDATE_FLATTENED_PARAMS,
+                {"metadatas": [{**spec.to_json(), "start_idx": 0, "end_idx": size, "numel": size}]},
+            ),
+        ]
+        answers = [http.post(path, json=body).raise_for_status().json() for path, body in steps]
+        listens = {
+            each.laddr for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"
+        }
+        assert {address.ip for address in listens} == {"127.0.0.2"}
+        assert port in {address.port for address in listens}
+        learner = subprocess.Popen(
+            [sys.executable, "-c", SILENT_LEARNER, str(port), answers[1]["secret"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert learner.stdout is not None
+            assert learner.stdout.readline() == b"connected\n"
+            stop_process(learner.pid)
+            with ThreadPoolExecutor(2) as callers:
+                loads = {
+                    callers.submit(http.post, rollout_protocol.PROCESS_WEIGHTS, json={}, timeout=600.0)
+                    for _ in range(2)
+                }
+                ended, waiting = wait(loads, CALL_TIMEOUT_S, FIRST_COMPLETED)
+                assert [each.result(0).status_code for each in ended] == [409]  # because the other one waits
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(20.0) == 0, (tmp_path / "log").read_text()  # of the round's 600
+                (reply,) = (each.result(CALL_TIMEOUT_S) for each in waiting)
+            assert (reply.status_code, "the round has ended" in reply.text) == (500, True)
+        finally:
+            learner.kill()
+            learner.communicate(timeout=10.0)
+        socket.create_server(("127.0.0.2", port)).close()
 
 
 def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:

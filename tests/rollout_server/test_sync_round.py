@@ -1,4 +1,4 @@
-"""Real pushes over gloo into the real server: what is proven, what is kept, what is refused."""
+"""Real pushes into the real server: what is proven, what is kept, what is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_a_load_that_lies_is_visible_in_the_proof_and_never_serves(
     assert server.state() == "serving"
 
 
-def test_weights_that_changed_on_the_wire_are_visible_in_the_proof(server: RunningServer) -> None:
+def test_weights_that_changed_on_the_wire_are_visible_in_the_proof_and_never_serve(
+    server: RunningServer,
+) -> None:
     learner = load_learner(seed=4)
     round_ = LearnerRound(server, learner)
     assert round_.begin().status_code == 200
@@ -105,9 +107,51 @@ def test_weights_that_changed_on_the_wire_are_visible_in_the_proof(server: Runni
             flat[3] ^= 1
         round_.send(flat, metadata)
     assert round_.load().status_code == 200
-    proof = RoundProof.from_json(round_.finish().json())
+    (canary,) = server.post_infer([text_request()], round_id=round_.round_id).json()
+    assert canary["rollout_infos"]["stage2"]["proven"] is False
     expected = own_checksums(learner)
+    proof = RoundProof.from_json(round_.finish(checksums=expected).json())
     assert [name for name in expected if proof.arrived[name] != expected[name]] == [next(iter(expected))]
+    info = server.http.get(rollout_protocol.SERVER_INFO).json()
+    assert (info["state"], info["weight_version"]) == ("unproven", round_.version)
+    assert server.http.get(rollout_protocol.HEALTH).json()["state"] == "unproven"
+    refused = server.post_infer([text_request()])
+    assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
+    round_.finish(checksums=dict(proof.arrived))  # asked again, the same proof: no second opinion
+    assert server.state() == "unproven"
+    LearnerRound(server, learner).run()
+    (completion,) = server.post_infer([text_request()]).json()
+    assert completion["rollout_infos"]["stage2"]["proven"] is True
+
+
+@pytest.mark.parametrize("change", ["missing", "additional", "other"])
+def test_checksums_of_other_tensors_than_arrived_prove_nothing(server: RunningServer, change: str) -> None:
+    learner = load_learner(seed=4)
+    round_ = LearnerRound(server, learner)
+    assert round_.begin().status_code == 200
+    round_.push()
+    assert round_.load().status_code == 200
+    sums = own_checksums(learner)
+    first = next(iter(sums))
+    if change == "missing":
+        del sums[first]
+    else:
+        sums[first if change == "other" else "no.such.tensor"] = "0"
+    assert round_.finish(checksums=sums).status_code == 200
+    assert server.state() == "unproven"
+
+
+def test_a_tensor_that_is_announced_twice_fails_the_round(server: RunningServer) -> None:
+    """Else a caller could announce one tensor again and again, each time into memory of its own."""
+    round_ = LearnerRound(server, load_learner(seed=4))
+    assert round_.begin().status_code == 200
+    round_.connect()
+    first = round_.buckets()[0]
+    round_.send(*first)
+    reply = round_.announce(first[1])
+    assert (reply.status_code, "once" in reply.json()["detail"]) == (500, True)
+    assert round_.load().status_code == 500
+    assert server.state() == "serving"
 
 
 def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(server: RunningServer) -> None:
@@ -218,11 +262,11 @@ def test_a_single_tensor_can_be_pushed_by_name(server: RunningServer) -> None:
     round_ = LearnerRound(server, learner)
     assert round_.begin().status_code == 200
     round_.connect()
-    assert round_.group is not None
+    assert round_.stream is not None
     for name, tensor in (pair for names in round_.export.plan(1) for pair in round_.export.read(names)):
         body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
         assert server.post(rollout_protocol.UPDATE_NAMED_PARAM, body).status_code == 200
-        round_.group.broadcast(tensor)
+        round_.stream.send(tensor.contiguous().reshape(-1).view(torch.uint8), CALL_TIMEOUT_S)
     assert round_.load().status_code == 200
     assert RoundProof.from_json(round_.finish().json()).resident == own_checksums(learner)
 

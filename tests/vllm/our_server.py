@@ -77,7 +77,7 @@ def _routes(engine: object) -> Iterator[RunningServer]:
     service = RolloutService(engine)  # type: ignore[arg-type]
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, None), service.engine.abort)
+    uvicorn_server = HttpServer(create_app(service, None), service.end_work)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
