@@ -10,6 +10,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import ask_world_size, is_foreign
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
@@ -45,9 +46,18 @@ def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
+            deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
             try:
-                info = session.info(Deadline(max(0.1, slice_ends - time.monotonic())))
+                info = session.info(deadline)
+                if info.stock:
+                    ask_world_size(session, deadline)
             except ServerFault as fault:
+                if is_foreign(fault):
+                    told["refused"] = (
+                        f"{base_url} must be a rollout server, got an answer of another program "
+                        f"({str(fault)[:200]}); end what listens there, or correct rollout.servers"
+                    )
+                    return told
                 if fault.refuses_key or time.monotonic() >= slice_ends:
                     told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
                     return told

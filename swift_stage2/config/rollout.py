@@ -182,13 +182,13 @@ def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
         if server.group_port < _FIRST_FREE_PORT:
             raise ConfigError(
                 f"servers[{index}].group_port must be at least {_FIRST_FREE_PORT}, because ports below belong to the "
-                f"system, got group_port={server.group_port}; write group_port: {_DEFAULT_GROUP_PORT}, or another free one"
+                f"system, got group_port={server.group_port}; write group_port: {_DEFAULT_GROUP_PORT}, or another one"
             )
         host = "127.0.0.1" if server.host == "localhost" else server.host
         for key, port in (("base_url", server.port), ("group_port", server.group_port)):
             owner = owners.setdefault((host, port), f"servers[{index}].{key}")
             if owner != f"servers[{index}].{key}":
                 raise ConfigError(
-                    f"every server needs a {key} of its own, got port {port} of host {server.host} for both {owner} and "
-                    f"servers[{index}].{key}; give one of them another port"
+                    f"every server needs a {key} of its own, got port {port} of host {server.host} for both "
+                    f"{owner} and servers[{index}].{key}; give one of them another port"
                 )

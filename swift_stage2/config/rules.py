@@ -51,6 +51,12 @@ def variable_name(name: str, value: str) -> None:
         )
 
 
+def variable_option(value: str) -> str:
+    """The same for a command line's ``--api-key-env``."""
+    variable_name("--api-key-env", value)
+    return value
+
+
 def without_credentials(url: str) -> str:
     """``url`` with everything before its last ``@`` hidden: a user, a password, or what was meant as one."""
     return _CREDENTIALS.sub(lambda found: f"{found[1] or ''}***@", url)

@@ -15,7 +15,6 @@ import yaml
 
 from swift_stage2.errors import ConfigError
 
-
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
 _MAX_INTEGER_DIGITS = 18  # what fits 64 bits for sure; Python itself gives up at 4300
