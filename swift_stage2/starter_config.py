@@ -103,7 +103,7 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _server(devices: list[int], swift: dict[str, Any]) -> dict[str, Any]:
-    """Our server: on vLLM where that is installed and a GPU is there, else on transformers, told what the learner is."""
+    """Our server: on vLLM where it is installed and has a GPU, else on transformers, told what the learner is."""
     if devices and importlib.util.find_spec("vllm") is not None:
         return {"engine": "vllm", "devices": devices}
     names = {"model_type": "model-type", "template": "template", "external_plugins": "external-plugins"}
