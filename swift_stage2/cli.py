@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from swift_stage2 import __version__, standard_output
+from swift_stage2.command_parser import CommandParser, rank_count
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
 
@@ -25,6 +26,7 @@ _USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
 _UNREAD = 141
+_LEARNER_STATUSES = "0 trained to the end; 1 the run failed; 70 a weight push hung"
 
 # Commands with a parser of their own: module with main(argv), what it is for.
 _OWN_PARSER = {
@@ -36,6 +38,8 @@ _OWN_PARSER = {
         "swift_stage2.report.command",
         "tell how a run went, on one page: speed against its bound, quality, what was lost",
     ),
+    "init": ("swift_stage2.starter_config", "ask for data, model and GPUs, and write the YAML for them"),
+    "completion": ("swift_stage2.shell_completion", "print a script that completes commands in bash or zsh"),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
 }
@@ -76,17 +80,30 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="swift-stage2", description="Stage-2 training for detection VLMs.")
+    parser = CommandParser(
+        prog="swift-stage2",
+        exit_statuses="0 done; else the command's own, see COMMAND --help",
+        description="Stage-2 training for detection VLMs.",
+    )
     parser.add_argument("--version", action="version", version=f"swift-stage2 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
-        "train", help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train"
+        "train",
+        help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train",
+        exit_statuses=_LEARNER_STATUSES,
     )
     train.add_argument("config", metavar="CONFIG.yaml")
-    launch = commands.add_parser("launch", help="start servers and learner, and end them together")
+    launch = commands.add_parser(
+        "launch",
+        help="start servers and learner, and end them together",
+        exit_statuses=f"{_LEARNER_STATUSES}; 128 + n ended by signal n",
+    )
     launch.add_argument("config", metavar="CONFIG.yaml")
     launch.add_argument(
-        "--nproc-per-node", type=int, help="learner ranks (default: launch.learner.nproc_per_node)"
+        "--nproc-per-node",
+        type=rank_count,
+        metavar="N",
+        help="learner ranks (default: launch.learner.nproc_per_node)",
     )
     for name, (_, purpose) in _OWN_PARSER.items():
         commands.add_parser(name, help=purpose, add_help=False)

@@ -5,6 +5,7 @@ It also ends in order: what it works on first, then its connections. Used by the
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import secrets
@@ -62,8 +63,20 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_LISTEN_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise UserError(f"the server cannot listen on {host}:{port}: {error}; choose a free port") from error
+        raise UserError(f"the server cannot listen on {host}:{port}: {error}; {_remedy(error)}") from error
     return listener
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return (
+            "--host must be an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for every network"
+        )
+    if getattr(error, "errno", None) == errno.EACCES:
+        return "ports below 1024 belong to the system: write a --port of 1024 or more"
+    if isinstance(error, OverflowError):
+        return "--port must be in the range 0..65535"
+    return "choose a free --port"
 
 
 def configure_logging() -> None:

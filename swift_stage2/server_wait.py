@@ -10,6 +10,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import ask_world_size, is_foreign
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
@@ -49,14 +50,20 @@ def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
+            deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
             try:
-                deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
                 info = session.info(deadline)
                 if info.stock:  # for the whole run, so one odd answer shall not decide it
                     info = session.info(deadline)
+                if info.stock:
+                    ask_world_size(session, deadline)
             except ServerFault as fault:
-                if fault.refuses_key or time.monotonic() >= slice_ends:
-                    told["missing"] = str(fault) if fault.refuses_key or time.monotonic() >= end else ""
+                if fault.refuses_key:
+                    told["missing"] = str(fault)
+                    return told
+                if time.monotonic() >= slice_ends:  # until then it may be one odd answer
+                    told["missing"] = str(fault) if time.monotonic() >= end else ""
+                    told["refused"] = _foreign(base_url, fault) if is_foreign(fault) else ""
                     return told
             else:
                 told["answers"], told["ours"] = True, not info.stock
@@ -67,6 +74,13 @@ def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]
                     )
                 return told
             time.sleep(_POLL_S)
+
+
+def _foreign(base_url: str, fault: ServerFault) -> str:
+    return (
+        f"{base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what listens "
+        "there, or correct rollout.servers"
+    )
 
 
 def vllm_is_installed() -> bool:

@@ -97,7 +97,9 @@ class FakeRolloutServer:
     on_reset: Behaviour = lambda call: Answer(
         body=json.dumps({"message": "Request received, resetting prefix cache status: True"}).encode()
     )
-    on_get: Behaviour = lambda call: Answer(status=404)
+    on_get: Behaviour = lambda call: (
+        Answer(body=b'{"world_size": 1}') if call.path == protocol.WORLD_SIZE else Answer(status=404)
+    )
     calls: list[Call] = field(default_factory=list)
     most_at_once: int = 0
     port: int = 0

@@ -152,9 +152,18 @@ def test_a_server_that_still_loads_its_model_is_waited_for(
 def test_a_server_that_comes_up_late_is_waited_for(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
-    server.on_get = lambda call: Answer(status=503 if len(server.calls) < 2 else 404)
+    stock = server.on_get
+    server.on_get = lambda call: Answer(status=503) if len(server.calls) < 2 else stock(call)
     wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
-    assert len(server.calls) == 2
+    assert [call.path for call in server.calls] == [protocol.SERVER_INFO] * 2 + [protocol.WORLD_SIZE]
+
+
+def test_another_program_is_no_stock_server(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
+    with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
+        wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
 
 
 def test_a_stock_server_needs_vllm_beside_the_learner(

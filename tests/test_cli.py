@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2 import __version__, cli
+from swift_stage2.bench.run import BENCHES
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
@@ -261,3 +262,76 @@ def test_commands_with_a_parser_of_their_own_get_their_arguments_untouched(
     monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.command_line", module)
     assert cli.main(["rollout", "--engine", "transformers", "MODEL", "--help"]) == 5
     assert seen == [["--engine", "transformers", "MODEL", "--help"]]
+
+
+def every_command_line() -> list[tuple[str, ...]]:
+    return [
+        ("train",),
+        ("launch",),
+        *((name,) for name in cli._OWN_PARSER),
+        *(("bench", name) for name in BENCHES),
+        ("rollout", "--engine", "vllm"),
+    ]
+
+
+@pytest.mark.parametrize("words", every_command_line(), ids=" ".join)
+def test_every_help_ends_with_the_exit_statuses(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--help"])
+    assert end.value.code == 0
+    last = " ".join(capsys.readouterr().out.split("\n\n")[-1].split())
+    assert last.startswith("exit status: 0 ")
+    assert "2 the user's mistake, told in one line" in last
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (("trian", "x.yaml"), "train"),
+        (("lanch",), "launch"),
+        (("docter",), "doctor"),
+        (("demo", "--stpes", "3"), "--steps"),
+        (("doctor", "x.yaml", "--jsn"), "--json"),
+        (("report", "x", "--galery", "3"), "--gallery"),
+        (("launch", "x.yaml", "--nproc_per_node", "2"), "--nproc-per-node"),
+        (("bench", "lerning"), "learning"),
+        (("bench", "plan", "--rank", "2", "--repeat", "1", "--pack"), "--packs"),
+        (("rollout", "m", "--engine", "transformer"), "transformers"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, tuple) else "",
+)
+def test_a_misspelt_word_names_the_nearest(
+    words: tuple[str, ...], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"; did you mean {near}?")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
+def test_launch_refuses_a_number_of_ranks_that_is_none(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", "x.yaml", f"--nproc-per-node={number}"])
+    assert end.value.code == 2
+    assert f"must be a number of ranks, at least 1, got '{number}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["rollout", "merge"])
+def test_a_key_on_the_command_line_is_not_echoed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"rollout": ["absent"], "merge": ["--upstream", "http://127.0.0.1:9"]}[command]
+    assert cli.main([command, *words, "--api-key-env", "sk-abcdef0123456789abcdef"]) == 2
+    error = capsys.readouterr().err
+    assert "--api-key-env must be the name of an environment variable" in error
+    assert "abcdef" not in error
+
+
+def test_credentials_of_an_upstream_are_not_echoed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["merge", "--upstream", "http://me:hush@127.0.0.1:9"]) == 2
+    error = capsys.readouterr().err
+    assert "credentials" in error
+    assert "hush" not in error

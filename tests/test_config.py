@@ -121,11 +121,12 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.servers", [{"base_url": "http://h:99999"}], ["base_url='http://h:99999'"]),
         ("rollout.servers", [{"group_port": 5}], ["rollout.servers[0].base_url is required"]),
         ("rollout.servers", [{"base_url": "http://h:1", "group_port": 1}], ["group_port=1", "must differ"]),
-        ("rollout.servers", [{"base_url": "http://h:1"}] * 2, ["base_url='http://h:1' more than once"]),
+        ("rollout.servers", [{"base_url": "http://h:1"}] * 2,
+         ["port 1 of host h for both servers[0].base_url and servers[1].base_url"]),
         (
             "rollout.servers",
             [{"base_url": "http://h:1"}, {"base_url": "http://h:2"}],
-            ["group_port='h:51216' more than once"],
+            ["port 51216 of host h for both servers[0].group_port and servers[1].group_port"],
         ),
         ("stage2_ab.channel_b.target.weights", dict.fromkeys(
             ("structure", "matched_label", "missed_label", "matched_coordinates", "missed_coordinates", "closure"), 0
@@ -415,13 +416,149 @@ def test_yaml_scalars_are_those_of_version_1_2(tmp_path: Path) -> None:
         ("- 1\n", ["mapping", "list"]),
         ("", ["empty file"]),
         ("1: 2\n", ["a key must be text", "key=1"]),
-        ("swift: !!python/object/apply:os.getcwd []\n", ["line 1, column 8: ", "valid YAML"]),
+        ("swift: {a: !!int abc}\n", ["line 1: ", "without a YAML tag", "remove it"]),
+        ("swift:\n  a: !!timestamp x\n", ["line 2: ", "without a YAML tag"]),
+        ("a: " + "[" * 5000 + "]" * 5000, ["line 1: ", "at most 32 deep"]),
+        ("a: " + "{b: " * 1500 + "1" + "}" * 1500, ["line 1: ", "at most 32 deep"]),
+        ("\n".join("- " * number for number in range(1, 40)), ["at most 32 deep"]),
+        ("a: &a [*a]\n", ["line 1: ", "inside what it names"]),
+        (
+            "a0: &a0 [1]\n"
+            + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+            ["at most 100000 values", "line 6: "],
+        ),
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [[[[[[[[*a{i - 1}]]]]]]]]\n" for i in range(1, 500)),
+            ["at most 32 deep"],
+        ),
+        (f"control_timeout_s: {'1' * 401}\n", ["line 1: ", "at most 18 digits, got 401"]),
+        (f"control_timeout_s: {'-' + '9' * 5000}\n", ["at most 18 digits, got 5000"]),
+        (
+            "swift: !!python/object/apply:os.getcwd []\n",
+            ["line 1: ", "tag='tag:yaml.org,2002:python/object/apply:os.getcwd'", "remove it"],
+        ),
     ],
 )
 def test_text_that_is_no_configuration_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
     message = refusal(tmp_path, text)
     for part in parts:
         assert part in message
+
+
+def test_an_alias_and_leading_zeros_are_read(tmp_path: Path) -> None:
+    text = f"swift: {{a: &a [1, 2], b: *a, c: {'0' * 30}7}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+    assert load(tmp_path, text).swift == {"a": [1, 2], "b": [1, 2], "c": 7}
+
+
+KEYS = (
+    "sk-proj-Ab12Cd34Ef56Gh78",
+    "sk_live_abcdef0123456789",
+    "hf_AbCdEfGhIjKlMnOp1234567890",
+    "ghp_0a1b2c3d4e5f6g7h8i9j",
+    "0123456789abcdef0123456789abcdef",
+    "AKIAIOSFODNN7EXAMPLE",
+    "Bearer abc",
+    "a key",
+    "ключ",
+    "",
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_in_place_of_a_variables_name_is_refused_and_never_shown(tmp_path: Path, key: str) -> None:
+    message = refusal(tmp_path, changed("rollout.api_key_env", key))
+    assert "must be the name of an environment variable" in message
+    assert not key or key not in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SWIFT_ROLLOUT_API_KEY",
+        "key",
+        "_K2",
+        "rollout_server_key_2",
+        "HF_TOKEN",
+        "VERY_LONG_NAME_OF_A_VARIABLE_2024",
+    ],
+)
+def test_names_of_variables_are_taken(tmp_path: Path, name: str) -> None:
+    assert load(tmp_path, changed("rollout.api_key_env", name)).rollout.api_key_env == name
+
+
+@pytest.mark.parametrize(
+    "base_url",
+    [
+        "http://me:hush@h:1",
+        "http://me:hu/sh@h:1",
+        "me:hush@h:1",
+        "http://hush@h:1/x",
+        "http://me:hush@h:port",
+        "http://h:1/?k=hush@",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path, base_url: str) -> None:
+    message = refusal(tmp_path, changed("rollout.servers", [{"base_url": base_url}]))
+    assert "credentials" in message
+    assert "hush" not in message
+    assert "sh@" not in message
+
+
+@pytest.mark.parametrize(
+    ("servers", "told"),
+    [
+        (
+            [
+                {"base_url": "http://h:7001", "group_port": 7002},
+                {"base_url": "http://h:7002", "group_port": 7003},
+            ],
+            "port 7002 of host h for both servers[0].group_port and servers[1].base_url",
+        ),
+        (
+            [
+                {"base_url": "http://localhost:7001", "group_port": 7002},
+                {"base_url": "http://127.0.0.1:7001"},
+            ],
+            "port 7001 of host 127.0.0.1 for both servers[0].base_url and servers[1].base_url",
+        ),
+        ([{"base_url": "http://h:7001", "group_port": 4}], "servers[0].group_port must be at least 1024"),
+    ],
+)
+def test_ports_of_one_host_are_all_different(
+    tmp_path: Path, servers: list[dict[str, Any]], told: str
+) -> None:
+    assert told in refusal(tmp_path, changed("rollout.servers", servers))
+
+
+def test_the_same_ports_on_two_hosts_are_fine(tmp_path: Path) -> None:
+    servers = [{"base_url": "http://h:7001"}, {"base_url": "http://g:7001"}]
+    assert len(load(tmp_path, changed("rollout.servers", servers)).rollout.servers) == 2
+
+
+def test_a_long_value_is_not_told_in_full(tmp_path: Path) -> None:
+    message = refusal(tmp_path, changed("rollout.servers", "x" * 10_000))
+    assert "(10002 characters)" in message
+    assert len(message) < 600
+
+
+def test_an_ending_alone_is_no_likeness() -> None:
+    with pytest.raises(ConfigError, match="remove it") as caught:
+        refuse_unknown_names({"rlhf_type": "dpo"}, {"torch_dtype", "lora_dtype", "learning_rate"})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_request_shorter_than_its_answer_is_warned_about(tmp_path: Path) -> None:
+    (warning,) = load(tmp_path, changed("rollout.request_timeout_s", 0.5)).warnings
+    assert "rollout.request_timeout_s=0.5" in warning
+    assert "write rollout.request_timeout_s: 4 or more" in warning
+
+
+def test_servers_that_nobody_needs_are_told(tmp_path: Path) -> None:
+    data = changed("stage2_ab.schedule.b_ratio", 0)
+    assert load(tmp_path, data).warnings == ()
+    data["launch"] = {"servers": [{"engine": "transformers"}]}
+    (warning,) = load(tmp_path, data).warnings
+    assert "launch.servers are not started" in warning
 
 
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
@@ -435,7 +572,8 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None
 
 
 swift_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+    st.none() | st.booleans() | st.integers(1 - 10**18, 10**18 - 1) | st.floats(allow_nan=False)
+    | st.text(max_size=8)
     | st.sampled_from(["off", "1e-5", "010", "null", "2026-01-02", "~", "1:30", "=", "<<", "0x1f"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
@@ -486,7 +624,7 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
         ConfigError, match="unknown key 'lerning_rate' in section swift; did you mean 'learning_rate'"
     ):
         refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
-    with pytest.raises(ConfigError, match="unknown key 'xyz' in section swift; see ms-swift"):
+    with pytest.raises(ConfigError, match=r"unknown key 'xyz' in section swift; .* remove it"):
         refuse_unknown_names({"xyz": 1}, valid)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.bench.benchmark_page import BenchRun, found_in, kept_runs, machine, state, write_page
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
@@ -182,7 +183,7 @@ def _together(earlier: Sequence[BenchRun], runs: Sequence[BenchRun]) -> list[Ben
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     full, quick = (sum(_minutes(each, quick=short) for each in PLAN.values()) for short in (False, True))
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench all",
         description="Every bench one after the other, and one page with what they found. All of them take at most "
         f"{full} minutes, with --quick {quick}; a bench that is not done in its time is ended and counts as failed. "

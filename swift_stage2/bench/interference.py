@@ -22,6 +22,7 @@ from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.spread import Spread, verdict
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, start_stand_in
 from swift_stage2.bench.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, SwitchedBlocks, is_on
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import Preprocessing
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
@@ -218,7 +219,7 @@ def notes(found: Interference) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench interference",
         description="A-steps while channel B's pipeline works against A-steps while it is off, in one run beside a "
         "server that waits and does not compute. Takes roughly 5 minutes on two cores per place of "

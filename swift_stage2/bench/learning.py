@@ -15,6 +15,7 @@ from pathlib import Path
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import mean_and_range
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
@@ -170,7 +171,7 @@ def _arm(job: DemoJob, result: DetectionScore) -> Arm:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench learning",
         description="A alone against a share of B. Takes roughly 2 minutes per arm and seed on two cores. Exit "
         "status 0: everything was trained and scored.",

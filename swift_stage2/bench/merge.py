@@ -24,6 +24,7 @@ from rich.table import Table
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.client_ranks import ClientRanks
 from swift_stage2.bench.servers import BenchServers, ServerKind
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
@@ -166,7 +167,7 @@ def _request(number: int) -> dict[str, Any]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench merge", description="requests/s at several client ranks on one server."
     )
     systems = [NAIVE, MERGED, ServerKind.VLLM.value, ServerKind.TRANSFORMERS.value]

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, num_common, step_seconds
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import load_config
 from swift_stage2.demo.child_runs import Child, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
@@ -231,7 +232,7 @@ def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None =
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench overhead", description="b_ratio 0 against plain swift sft: step times."
     )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per arm (default %(default)s)")

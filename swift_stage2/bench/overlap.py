@@ -24,6 +24,7 @@ from swift_stage2.bench.servers import BenchServers, ServerKind
 from swift_stage2.bench.spread import Spread, verdict
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, start_stand_in
 from swift_stage2.bench.thread_times import WAITS_FILE
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -249,7 +250,7 @@ def waits_of(arm: Arm) -> dict[int, float]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench overlap",
         description="Asynchronous production against the same work done inline, as a fraction of the Amdahl bound of "
         "the inline run's own stage times. Takes roughly 10 minutes on two cores. Exit status 0: everything was "

@@ -31,6 +31,7 @@ from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.spread import Spread
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, run_arm, start_stand_in
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -269,7 +270,7 @@ def num_trained(ledger: Path, first_step: int) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench peer",
         description="Our learner's loop and ms-swift's own asynchronous GRPO (async_generate) beside the same stand-in "
         "server, asynchronous and inline each: learner idle share, and steps/s against each learner's own bound. Takes "

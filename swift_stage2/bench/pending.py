@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import OnPending, ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
@@ -169,7 +170,7 @@ def _run(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench pending", description="How long sync rounds wait, with and without aborts."
     )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per job (default %(default)s)")

@@ -20,6 +20,7 @@ from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.plan_rank import BARE, OWN, PLAN
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import Spread, fit_exponent, verdict
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import UserError
@@ -180,7 +181,7 @@ def rank_table(cells: Sequence[PlanCell]) -> ResultTable:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench plan",
         description="The cost to plan a step (reserve, agree, hand over) against a bare all-reduce of the same size. "
         "Takes roughly 5 minutes on two cores. Exit status 0: everything was measured.",

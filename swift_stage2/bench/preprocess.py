@@ -18,6 +18,7 @@ import numpy as np
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import Spread, fit_exponent, verdict
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.output_directory import claim_directory
@@ -176,7 +177,7 @@ def _said(pair: Mapping[str, Sequence[float]], budget: float) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench preprocess",
         description="Samples per processor second of parse, match, target, encode and pack by number of objects, and "
         "their ratios to the bare template and the bare assignment. Takes roughly 3 minutes. Exit status 0: everything "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: an option is out of range, or the output directory cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="swift-stage2 bench", description=_DESCRIPTION)
+    parser = CommandParser(prog="swift-stage2 bench", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, (_, purpose) in BENCHES.items():
         commands.add_parser(name, help=purpose, add_help=False)

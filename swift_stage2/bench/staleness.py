@@ -20,6 +20,7 @@ from swift_stage2.bench.learning import NUM_HELD_OUT
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import mean_and_range
 from swift_stage2.bench.thread_times import DIRECTORY_VARIABLE
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
@@ -190,7 +191,7 @@ def _arm(lag: int | None, job: DemoJob, result: DetectionScore) -> StaleArm:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench staleness",
         description="F1 against the versions between a rollout's making and its training, at equal B steps. Takes "
         "roughly 3 minutes per arm and seed on two cores. Exit status 0: all arms trained as many B steps.",

@@ -27,6 +27,7 @@ from swift_stage2.bench.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
 from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.bench.sized_model import write_model
 from swift_stage2.collectives import SingleRank
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.output_directory import claim_directory
@@ -266,7 +267,7 @@ def _phases(outcome: RoundOutcome) -> dict[str, float]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 bench sync",
         description="A sync round against a raw broadcast of the same bytes on the same transport.",
     )

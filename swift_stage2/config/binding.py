@@ -49,9 +49,13 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
         raise ConfigError(f"{place}: {exc}" if place else str(exc)) from exc
 
 
+_NEAR = 0.75  # below that, what is alike is an ending (`_type`, `_steps`), and the hint names another setting
+_LONGEST_SHOWN = 120
+
+
 def closest(word: str, words: tuple[str, ...]) -> str | None:
     """The word nearest to ``word``, or None when none is near."""
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, words, n=1, cutoff=_NEAR)
     return found[0] if found else None
 
 
@@ -142,4 +146,7 @@ def _wrong(place: str, wanted: str, value: Any, example: str) -> str:
 
 
 def _must_be(place: str, wanted: str, value: Any) -> str:
-    return f"{place} must be {wanted}, got {place.rpartition('.')[2]}={value!r}"
+    shown = repr(value)
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[:_LONGEST_SHOWN]}… ({len(shown)} characters)"
+    return f"{place} must be {wanted}, got {place.rpartition('.')[2]}={shown}"

@@ -15,6 +15,11 @@ MAX_REQUESTS_PER_POST = 4096
 """Of one rank to one server: every POST's seeds leave room for as many requests."""
 
 
+_FIRST_FREE_PORT = 1024
+_LAST_PORT = 65535
+_DEFAULT_GROUP_PORT = 51216
+
+
 class SyncMode(StrEnum):
     """What a sync round sends: all weights, merged under LoRA. There is no other mode."""
 
@@ -40,13 +45,15 @@ class Proof(StrEnum):
 class ServerConfig:
     base_url: str
     """Scheme, host and port of one server, without a path."""
-    group_port: int = 51216
+    group_port: int = _DEFAULT_GROUP_PORT
     """Port on the server's host that the weight group meets at; one of its own for each server there."""
 
     def __post_init__(self) -> None:
         _check_base_url(self.base_url)
-        if not 1 <= self.group_port <= 65535:
-            raise ConfigError(f"group_port must be in the range 1..65535, got group_port={self.group_port}")
+        if not 1 <= self.group_port <= _LAST_PORT:
+            raise ConfigError(
+                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, got group_port={self.group_port}"
+            )
         if self.group_port == self.port:
             raise ConfigError(
                 f"group_port must differ from the port of base_url, got group_port={self.group_port} "
@@ -128,13 +135,12 @@ class RolloutConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
 
     def __post_init__(self) -> None:
-        rules.not_blank("api_key_env", self.api_key_env)
+        rules.variable_name("api_key_env", self.api_key_env)
         rules.at_least("max_inflight_per_server", self.max_inflight_per_server, 1)
         rules.above_zero("max_inflight_per_server", self.max_inflight_per_server, MAX_REQUESTS_PER_POST)
         rules.deadline("request_timeout_s", self.request_timeout_s)
         rules.deadline("start_timeout_s", self.start_timeout_s)
-        _refuse_twice("base_url", [server.base_url for server in self.servers])
-        _refuse_twice("group_port", [f"{server.host}:{server.group_port}" for server in self.servers])
+        _refuse_shared_ports(self.servers)
 
     def api_key(self) -> str | None:
         """The bearer token from the environment, or None. It is never written to a file."""
@@ -143,6 +149,12 @@ class RolloutConfig:
 
 def _check_base_url(base_url: str) -> None:
     example = "write it like http://127.0.0.1:8000"
+    if "@" in base_url:
+        raise ConfigError(
+            "base_url must hold scheme, host and port only, got credentials in base_url="
+            f"{rules.without_credentials(base_url)!r}; {example}, and give the server's key in the variable that "
+            "rollout.api_key_env names"
+        )
     try:
         parts = urlsplit(base_url)
         port = parts.port
@@ -157,15 +169,26 @@ def _check_base_url(base_url: str) -> None:
         raise ConfigError(
             f"base_url must hold the server's port, got base_url={base_url!r}, which would mean port {usual}; {example}"
         )
-    if parts.path or parts.query or parts.fragment or parts.username or parts.password:
+    if parts.path or parts.query or parts.fragment:
         raise ConfigError(
             f"base_url must hold scheme, host and port only, got base_url={base_url!r}; {example}"
         )
 
 
-def _refuse_twice(name: str, values: Sequence[str]) -> None:
-    repeated = sorted({value for value in values if values.count(value) > 1})
-    if repeated:
-        raise ConfigError(
-            f"every server needs a {name} of its own, got {name}={repeated[0]!r} more than once"
-        )
+def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
+    """On one host all ports differ: two servers' URLs, their group ports, and one's URL from another's group port."""
+    owners: dict[tuple[str, int], str] = {}
+    for index, server in enumerate(servers):
+        if server.group_port < _FIRST_FREE_PORT:
+            raise ConfigError(
+                f"servers[{index}].group_port must be at least {_FIRST_FREE_PORT}, because ports below belong to the "
+                f"system, got group_port={server.group_port}; write group_port: {_DEFAULT_GROUP_PORT}, or another one"
+            )
+        host = "127.0.0.1" if server.host == "localhost" else server.host
+        for key, port in (("base_url", server.port), ("group_port", server.group_port)):
+            owner = owners.setdefault((host, port), f"servers[{index}].{key}")
+            if owner != f"servers[{index}].{key}":
+                raise ConfigError(
+                    f"every server needs a {key} of its own, got port {port} of host {server.host} for both "
+                    f"{owner} and servers[{index}].{key}; give one of them another port"
+                )

@@ -26,6 +26,9 @@ _WANTED_STEPS_IN_GRACE = 4
 # and taken, at this pace or better.
 _ROUND_FIXED_S = 10.0
 _SLOW_BUCKET_MIB_PER_S = 100.0
+# What a call costs besides its tokens, and a pace that no server keeps for one conversation among several.
+_REQUEST_FIXED_S = 1.0
+_FAST_TOKENS_PER_S = 400.0
 
 _SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
 
@@ -113,7 +116,10 @@ class Stage2Config:
     def warnings(self) -> tuple[str, ...]:
         """Settings that work but waste something, each with the recommended value."""
         if not self.b_enabled:
-            return ()
+            unused = (
+                "launch.servers are not started, because nobody would ask them: got b_ratio=0; remove them"
+            )
+            return (unused,) if self.launch.servers else ()
         inequalities = self.inequalities(self.gradient_accumulation_steps)
         return tuple(rule.message for rule in inequalities if rule.is_advice and not rule.holds)
 
@@ -134,6 +140,7 @@ class Stage2Config:
             *between_steps,
             self._starvation_advice(),
             self._round_time_advice(),
+            self._request_time_advice(),
         )
 
     def useful_queue_limit(self, gradient_accumulation_steps: int) -> int:
@@ -263,6 +270,21 @@ class Stage2Config:
             refusal=f"rollout.sync.timeout_s={sync.timeout_s:g} is so short that a sound round may fail or be taken "
             f"for a hang, which ends the run; got bucket_mib={sync.bucket_mib}",
             remedy=f"write rollout.sync.timeout_s: {needed} or more, plus the seconds that all weights take",
+            is_advice=True,
+        )
+
+    def _request_time_advice(self) -> Inequality:
+        """A rollout that needs all its tokens would be given up on any server, and its sample with it."""
+        request_s, tokens = self.rollout.request_timeout_s, self.rollout.decoding.max_new_tokens
+        needed = math.ceil(_REQUEST_FIXED_S + tokens / _FAST_TOKENS_PER_S)
+        return Inequality(
+            name="request time",
+            statement=f"request_timeout_s >= {_REQUEST_FIXED_S:g} + max_new_tokens / {_FAST_TOKENS_PER_S:g}",
+            numbers=f"{request_s:g} >= {_REQUEST_FIXED_S:g} + {tokens} / {_FAST_TOKENS_PER_S:g} = {needed}",
+            holds=request_s >= needed,
+            refusal=f"rollout.request_timeout_s={request_s:g} is so short that a long answer is given up while a sound "
+            f"server writes it; got max_new_tokens={tokens}",
+            remedy=f"write rollout.request_timeout_s: {needed} or more, or a smaller rollout.decoding.max_new_tokens",
             is_advice=True,
         )
 

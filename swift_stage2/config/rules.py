@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 from swift_stage2.errors import ConfigError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KEY_PREFIX = re.compile(r"(sk|pk|rk|hf|gh[a-z]|glpat|xox[a-z]|github_pat|AKIA|Bearer)[-_ A-Z0-9]", re.ASCII)
+_SHORTEST_KEY = 16
+_CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)?.*@", re.DOTALL)
 
 
 def at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
@@ -34,6 +40,37 @@ def above_zero(name: str, value: float, maximum: float = math.inf, remedy: str =
 def not_blank(name: str, value: str) -> None:
     """Text with something other than blanks in it."""
     _refuse_unless(bool(value.strip()), "a text that is not blank", name, value, "")
+
+
+def variable_name(name: str, value: str) -> None:
+    """The name of an environment variable. A value that is none, or looks like a key itself, is never shown."""
+    if not _VARIABLE.fullmatch(value) or _looks_like_a_key(value):
+        raise ConfigError(
+            f"{name} must be the name of an environment variable that holds the key, never the key, got {name}=*** "
+            f"({len(value)} characters); export SWIFT_ROLLOUT_API_KEY=<the key> and write {name}: SWIFT_ROLLOUT_API_KEY"
+        )
+
+
+def variable_option(value: str) -> str:
+    """The same for a command line's ``--api-key-env``."""
+    variable_name("--api-key-env", value)
+    return value
+
+
+def without_credentials(url: str) -> str:
+    """``url`` with everything before its last ``@`` hidden: a user, a password, or what was meant as one."""
+    return _CREDENTIALS.sub(lambda found: f"{found[1] or ''}***@", url)
+
+
+def _looks_like_a_key(word: str) -> bool:
+    """Random letters and digits without a joint, or the beginning that a well-known service gives its keys."""
+    if len(word) < _SHORTEST_KEY:
+        return False
+    kinds = [any(map(test, word)) for test in (str.isdigit, str.islower, str.isupper)]
+    jointless = "_" not in word and kinds[0] and any(kinds[1:])
+    return (
+        jointless or all(kinds) or (kinds[0] and _KEY_PREFIX.match(word) is not None and not word.isupper())
+    )
 
 
 def _refuse_unless(holds: bool, allowed: str, name: str, value: object, remedy: str) -> None:

@@ -119,7 +119,7 @@ def refuse_unknown_names(arguments: Mapping[str, Any], valid: Collection[str]) -
     for name in arguments:
         if name not in valid:
             near = closest(name, tuple(valid))
-            hint = f"did you mean {near!r}?" if near else "see ms-swift's command-line parameters"
+            hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
             raise ConfigError(f"unknown key {name!r} in section swift; {hint}")
 
 

@@ -1,7 +1,7 @@
 """A YAML file into plain Python values, and plain values back into YAML.
 
 Scalars follow YAML 1.2 (``1e-5`` is a number; ``off``, ``no`` and dates are text); PyYAML's own rules
-are those of 1.1. A key written twice is refused. Called by ``Stage2Config`` only.
+are those of 1.1. A key written twice, a tag, and what grows without a limit are refused. Called by ``load_config``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,33 @@ import yaml
 
 from swift_stage2.errors import ConfigError
 
+_MAX_DEPTH = 32
+_MAX_VALUES = 100_000
+_MAX_INTEGER_DIGITS = 18  # what fits 64 bits for sure; Python itself gives up at 4300
+
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2 and without repeated keys."""
+    """SafeLoader with the core schema of YAML 1.2, without tags and repeated keys, and with limits."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        line = event.start_mark.line + 1
+        if tag := getattr(event, "tag", None):
+            raise ConfigError(
+                f"line {line}: a value must stand without a YAML tag, got tag={tag!r}; remove it"
+            )
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ConfigError(_too_deep(line))
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _measure(node, {}, [])
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
@@ -39,7 +63,46 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node), 10)  # PyYAML would read 010 as octal
+    digits = str(loader.construct_scalar(node))
+    if len(digits.lstrip("+-0")) > _MAX_INTEGER_DIGITS:
+        raise ConfigError(
+            f"line {node.start_mark.line + 1}: a whole number must have at most {_MAX_INTEGER_DIGITS} digits, got "
+            f"{len(digits.lstrip('+-0'))}; correct it, or put it in quotes where text is meant"
+        )
+    return int(digits, 10)  # PyYAML would read 010 as octal
+
+
+def _too_deep(line: int) -> str:
+    return (
+        f"line {line}: values must be nested at most {_MAX_DEPTH} deep, got more; no section needs more than 6: "
+        "remove the brackets or the indentation"
+    )
+
+
+def _measure(
+    node: yaml.Node, known: dict[int, tuple[int, int]], open_nodes: list[yaml.Node]
+) -> tuple[int, int]:
+    """Values and depth of a node with every alias written out. Raises ConfigError above a limit, or for a circle."""
+    line = node.start_mark.line + 1
+    if any(node is other for other in open_nodes):
+        raise ConfigError(
+            f"line {line}: an alias must not stand inside what it names; write the value itself"
+        )
+    if id(node) not in known:
+        children = node.value if isinstance(node.value, list) else []
+        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        measured = [_measure(child, known, [*open_nodes, node]) for child in flat]
+        number = 1 + sum(count for count, _ in measured)
+        depth = 1 + max((below for _, below in measured), default=0)
+        if number > _MAX_VALUES:
+            raise ConfigError(
+                f"line {line}: a file must hold at most {_MAX_VALUES} values with every alias written out, got "
+                f"{number}; write less"
+            )
+        if depth > _MAX_DEPTH:
+            raise ConfigError(_too_deep(line))
+        known[id(node)] = number, depth
+    return known[id(node)]
 
 
 _Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1 go; the dumper keeps them and quotes by both rules

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns, remaining_children
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 demo", description="Train a tiny model on both channels, on this machine."
     )
     parser.add_argument(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from swift_stage2.command_parser import CommandParser, rank_count
 from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.doctor import address
@@ -27,6 +28,7 @@ from swift_stage2.doctor.configuration import check_accumulation, check_configur
 from swift_stage2.doctor.examination import Checked, Examination
 from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
+from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.standard_output import let_go
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
             exam.check(name, lambda: ok(""), needs=[loaded])
         return False
     config = loaded.result
+    exam.check("run directory", lambda: check_run_directory(config))
     if config.launch.servers or config.launch.learner.devices:
         check_launch_plan(exam, config, path)
         _take_learner_device(config)
@@ -249,8 +252,10 @@ def _secrets(data: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="swift-stage2 doctor", description="Checks everything that can be known before training."
+    parser = CommandParser(
+        prog="swift-stage2 doctor",
+        description="Checks everything that can be known before training.",
+        exit_statuses="0 nothing failed (warnings are allowed); 1 a check failed",
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument(
@@ -267,7 +272,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--nproc-per-node",
-        type=_rank_count,
+        type=rank_count,
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )
@@ -286,14 +291,4 @@ def _positive(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return value
-
-
-def _rank_count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, got {text!r}")
     return value

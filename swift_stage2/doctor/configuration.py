@@ -23,6 +23,8 @@ def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
         exam.check("rules between numbers", lambda: ok(""), needs=[loaded])
         return loaded
     config = loaded.result
+    if not config.b_enabled and config.warnings:
+        exam.check("channel B is off", lambda: warning(*config.warnings[0].split("; ", 1)))
     if config.b_enabled:
         for inequality in config.inequalities(config.gradient_accumulation_steps):
             exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
@@ -99,9 +101,9 @@ def _devices(config: Stage2Config) -> Outcome[None]:
     ]
     num_here = _num_devices()
     if named and max(named) >= num_here:
-        return warning(
+        return failed(
             f"disjoint ({shown}), but this machine has {num_here} GPU(s)",
-            "run the doctor on the machine that trains, or name devices that exist under launch",
+            "name devices that exist under launch, or run the doctor on the machine that trains",
         )
     if bare and num_here:
         return warning(
@@ -116,6 +118,12 @@ def _device_list(devices: tuple[int, ...]) -> str:
 
 
 def _num_devices() -> int:
+    """Of the machine: ``launch`` sets the variable that may hide some here."""
     import torch
 
-    return torch.cuda.device_count()
+    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        return torch.cuda.device_count()
+    finally:
+        if hidden is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = hidden

@@ -12,11 +12,12 @@ from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.rollout_protocol import RefusalReason, ServerInfo
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import ask_world_size, is_foreign
 
 _REFUSED_KEYS = (401, 403)
-_NOT_FOUND = 404
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
+_LATE = "Timeout"  # httpx names every passed deadline so
 _UNPROVEN = str(RefusalReason.UNPROVEN)
 _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
@@ -104,17 +105,14 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerIdentity]:
     try:
-        reply = session.get(protocol.WORLD_SIZE, Deadline(_patience_s(rollout)))
+        size = ask_world_size(session, Deadline(_patience_s(rollout)))
         health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     except ServerFault as fault:
         return (
             _not_a_rollout_server(session, key, str(fault))
-            if _is_foreign(fault)
+            if is_foreign(fault)
             else _explain(fault, rollout, key)
         )
-    size = reply.get("world_size") if isinstance(reply, dict) else None
-    if not isinstance(size, int) or isinstance(size, bool):
-        return _not_a_rollout_server(session, key, f"{protocol.WORLD_SIZE} answers {str(reply)[:80]!r}")
     upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
     return ok(
@@ -146,18 +144,19 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
             f"the server refuses this caller (status {fault.status}): {name} holds {told}",
             f"export {name}=<the key that the server was started with>",
         )
-    if _is_foreign(fault):
+    if is_foreign(fault):
         return failed(
             str(fault), f"end what listens there, or correct {key}.base_url: it is no rollout server"
         )
     if _LOADING in str(fault):
         return failed(str(fault), "wait until the server has loaded its model, and run the doctor again")
+    if _LATE in str(fault):
+        return failed(
+            str(fault),
+            f"write a longer rollout.request_timeout_s than {rollout.request_timeout_s:g}; if the server is silent for "
+            "longer than its work takes, read its log and restart it",
+        )
     return failed(str(fault), "read the server's log and restart it; then run the doctor again")
-
-
-def _is_foreign(fault: ServerFault) -> bool:
-    """Whether something answered that speaks another language. Our server and stock ones answer these calls by JSON."""
-    return fault.status in (_NOT_FOUND, 405, 501) or "is not JSON" in str(fault)
 
 
 def _not_a_rollout_server(session: ServerSession, key: str, said: str) -> Outcome[ServerIdentity]:

@@ -100,11 +100,10 @@ def plan_launch(
     log_dir = _run_dir(config) / "logs"
     status_file = log_dir / "learner.exit_status"
     outer = without_rank(environment)
+    started = zip(config.launch.servers, config.rollout.servers, strict=False) if config.b_enabled else ()
     servers = tuple(
         _plan_server(config, index, process, address, outer)
-        for index, (process, address) in enumerate(
-            zip(config.launch.servers, config.rollout.servers, strict=False)
-        )
+        for index, (process, address) in enumerate(started)
     )
     learner = _plan_learner(config.launch.learner, config_path, nproc_per_node, outer, status_file)
     check = Command(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
@@ -92,8 +93,9 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 replay",
+        exit_statuses="0 every loss is bit-equal; 1 one is not, or a rank failed",
         description="Takes the steps of a recorded run again, without servers, and compares every loss bit by bit.",
     )
     parser.add_argument(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
@@ -75,8 +76,9 @@ def _facts(report: Report) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 report",
+        exit_statuses="0 every sample has one end or is in hand; 1 not so, or not provable",
         description="Tells how a run went, on one HTML page and here: how fast and why, what was skipped and dropped, "
         "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand.",
     )

@@ -28,6 +28,7 @@ def verdict_section(works: Iterable[RankWork], course: Course, knobs: Knobs) -> 
     parts: list[Part | None] = [
         _headline(known, course) if known else Sentence(f"No speed-up can be told: {speed}.", Tone.WARN),
         _caution(known) if known else None,
+        _above_bound(known) if known else None,
         *(Sentence(finding.sentence) for finding in found),
         _advice(found),
         _sums(known) if known else None,
@@ -49,7 +50,7 @@ def _headline(speed: Speed, course: Course) -> Headline:
                 f"{speed.bound:.2f} ×",
                 "the most that overlap can give (Amdahl), from this run's own times",
             ),
-            ("reached", f"{speed.fraction:.0%}", "of the bound"),
+            ("reached", f"{min(1.0, speed.fraction):.0%}", "of the bound"),
             ("B steps", f"{course.num_b_run} of {course.num_b_wanted}", "that the schedule wanted"),
         )
     )
@@ -62,6 +63,22 @@ def _caution(speed: Speed) -> Sentence | None:
     return Sentence(
         f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} ran "
         "without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
+        Tone.WARN,
+    )
+
+
+def _above_bound(speed: Speed) -> Sentence | None:
+    """A share above one is the error of the estimate, which nobody should read as a gain."""
+    if round(speed.fraction, 3) <= 1:
+        return None
+    cause = (
+        "a step costs what the median one does, and some were quicker"
+        if speed.learner_binds
+        else "rollouts were also made outside of the steps, as before the first one or while a checkpoint was saved"
+    )
+    return Sentence(
+        f"The figures come to {speed.fraction:.1%} of the bound, which nothing can pass: {cause}. Read it as the whole "
+        f"bound, {speed.bound:.2f} ×, to within {speed.fraction - 1:.1%}.",
         Tone.WARN,
     )
 
@@ -113,7 +130,7 @@ def _ranks(works: Iterable[RankWork]) -> Table:
             str(speed.rank),
             *(seconds(value) for value in (speed.steps_s, speed.rounds_s, speed.rollouts_s, speed.wall_s)),
             f"{speed.speed_up:.2f} ×",
-            f"{speed.fraction:.0%}",
+            f"{min(1.0, speed.fraction):.0%}",
         )
         for speed in speeds
     )

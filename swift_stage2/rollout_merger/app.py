@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
+from swift_stage2.config.rules import variable_option, without_credentials
 from swift_stage2.errors import UserError
 from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.request_limits import add_limits, read_limits
@@ -58,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="swift-stage2 merge",
+        exit_statuses="0 after SIGTERM or Ctrl-C",
         description="One process in front of one stock server: the ranks' calls leave as one.",
     )
     parser.add_argument("--upstream", required=True, metavar="URL", help="base URL of the stock server")
@@ -81,7 +84,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="the server was started again: refuse /infer/ until a caller has loaded weights",
     )
-    parser.add_argument("--api-key-env", default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")
+    parser.add_argument(
+        "--api-key-env", type=variable_option, default="SWIFT_ROLLOUT_API_KEY", metavar="NAME"
+    )
     add_limits(parser)
     return parser.parse_args(argv)
 
@@ -108,6 +113,11 @@ def _seconds(text: str) -> float:
 
 
 def _check_upstream(arguments: argparse.Namespace) -> None:
+    if "@" in arguments.upstream:
+        raise UserError(
+            "--upstream must hold scheme, host and port only, got credentials in "
+            f"{without_credentials(arguments.upstream)!r}; give the key in the variable that --api-key-env names"
+        )
     try:
         parts = urlsplit(arguments.upstream)
         port = parts.port

@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift_stage2.command_parser import CommandParser
+from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.visible_devices import require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
+_EXIT_STATUSES = "0 after SIGTERM or Ctrl-C; 1 the engine broke"
 _KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -59,7 +63,9 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 
 # --- transformers -------------------------------------------------------------------------------
 def _transformers_command(argv: Sequence[str]) -> ServerCommand:
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_PURPOSE, allow_abbrev=False)
+    parser = CommandParser(
+        prog=_PROGRAM, description=_PURPOSE, exit_statuses=_EXIT_STATUSES, allow_abbrev=False
+    )
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
                         help="vllm takes the options of `swift rollout` instead")  # fmt: skip
@@ -72,7 +78,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--max-batch-size", type=_positive, default=64)
     parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
-    parser.add_argument("--api-key-env", default=_KEY_VARIABLE, metavar="NAME")
+    parser.add_argument("--api-key-env", type=variable_option, default=_KEY_VARIABLE, metavar="NAME")
     _add_trust(parser)
     add_limits(parser)
     options = parser.parse_args(argv)
@@ -112,6 +118,8 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
         given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
         if options.torch_dtype != "auto":
             given["torch_dtype"] = getattr(torch, options.torch_dtype)
+        if options.device is None:
+            require_visible_devices(os.environ, torch.cuda.device_count())
         device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
         return SwiftGenerator(options.model, device_map=device, **given)
 
@@ -120,8 +128,9 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
 
 # --- vllm ---------------------------------------------------------------------------------------
 def _vllm_command(argv: Sequence[str]) -> ServerCommand:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"{_PROGRAM} --engine vllm",
+        exit_statuses=_EXIT_STATUSES,
         description=f"{_PURPOSE} All other options are those of `swift rollout`.",
         allow_abbrev=False,
     )
@@ -129,7 +138,9 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
-    parser.add_argument("--api-key-env", "--api_key_env", default=_KEY_VARIABLE, metavar="NAME")
+    parser.add_argument(
+        "--api-key-env", "--api_key_env", type=variable_option, default=_KEY_VARIABLE, metavar="NAME"
+    )
     parser.add_argument("--external_plugins", "--external-plugins", nargs="*", default=[], metavar="FILE")
     _add_trust(parser)
     add_limits(parser)

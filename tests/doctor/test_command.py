@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,6 +107,7 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
         "useful limit": "6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
         "starvation grace": "200 * 0.25 = 50",
         "round time": "30 >= 10 + 512 / 100 = 16",
+        "request time": "30 >= 1 + 100 / 400 = 2",
         "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
         "devices": "learner: CPU only; server 0: CPU only",
         "server 0: ports": f"ports {port} and {group_port} are free",
@@ -137,7 +139,7 @@ def test_what_wastes_something_is_a_warning_with_the_value_and_exit_0(
     assert report.row("starvation grace")["fix"] == "write stage2_ab.starvation.grace_steps: 16 or more"
 
 
-def test_devices_that_this_machine_lacks_are_a_warning(configure: Configure, doctor: Doctor) -> None:
+def test_devices_that_this_machine_lacks_fail(configure: Configure, doctor: Doctor) -> None:
     report = doctor(
         configure(
             DEAD,
@@ -146,9 +148,49 @@ def test_devices_that_this_machine_lacks_are_a_warning(configure: Configure, doc
         )
     )
     row = report.row("devices")
-    assert row["verdict"] == "warning"
+    assert row["verdict"] == "failed"
     assert "learner: 900; server 0: 901" in row["found"]
     assert "run the doctor on the machine that trains" in row["fix"]
+
+
+@pytest.mark.parametrize("output", ["/proc/nowhere/run", "rows.jsonl/run", 7])
+def test_a_run_directory_that_cannot_be_written_fails(
+    configure: Configure, doctor: Doctor, tmp_path: Path, output: str | int
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    place = str(tmp_path / output) if isinstance(output, str) and output.startswith("rows") else output
+    row = doctor(configure(DEAD, swift__output_dir=place, swift__model="/nowhere/m")).row("run directory")
+    assert row["verdict"] == "failed"
+    assert row["fix"] == "write a swift.output_dir that this user can write"
+
+
+def test_a_run_directory_is_tried_and_left_as_it_was(
+    configure: Configure, doctor: Doctor, tmp_path: Path
+) -> None:
+    config = configure(DEAD, swift__output_dir=str(tmp_path / "new" / "run"), swift__model="/nowhere/m")
+    before = sorted(tmp_path.iterdir())
+    row = doctor(config).row("run directory")
+    assert row["verdict"] == "ok"
+    assert "can be written" in row["found"]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_too_full_for_one_checkpoint_is_told(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: real(place)._replace(free=1000))
+    row = doctor(configure(DEAD, swift__lerning_rate=1)).row("run directory")
+    assert row["verdict"] == "warning"
+    assert "the weights alone of one checkpoint take" in row["found"]
+
+
+def test_servers_without_channel_b_are_told(configure: Configure, doctor: Doctor) -> None:
+    changes = {"stage2_ab__schedule__b_ratio": 0, "launch__servers": [{"engine": "transformers"}]}
+    row = doctor(configure(DEAD, swift__model="/nowhere/m", **changes)).row("channel B is off")
+    assert row["verdict"] == "warning"
+    assert "are not started" in row["found"]
+    assert row["fix"] == "remove them"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from swift_stage2.report.advice import Resource, findings
+from swift_stage2.report.content import Headline, Sentence
 from swift_stage2.report.course import Course, Knobs
 from swift_stage2.report.knob_values import (
     ROUNDS_SHARE,
@@ -19,6 +20,7 @@ from swift_stage2.report.knob_values import (
 )
 from swift_stage2.report.steps_over_time import TrainedStep
 from swift_stage2.report.verdict import FEWEST_QUIET, WORKING, RankWork, Speed, measure, paces_of, slowest
+from swift_stage2.report.verdict_section import verdict_section
 
 KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)
 
@@ -274,3 +276,23 @@ def test_a_run_without_settings_still_gets_sentences() -> None:
 def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
     (finding,) = findings(None, course(skips={"servers_suspect": 3}), KNOBS)
     assert finding.resource is Resource.SERVERS
+
+
+@pytest.mark.parametrize(
+    ("pipeline_s", "cause"),
+    [(1.0, "some were quicker"), (60.0, "rollouts were also made outside of the steps")],
+)
+def test_more_than_the_bound_is_told_as_the_bound_with_the_reason(pipeline_s: float, cause: str) -> None:
+    steps = [step("A", 1.0)] * 6 + [step("A", 0.5)] * 5 + [step("B", 1.0)] * 6 + [step("B", 0.5)] * 5
+    section = verdict_section([work(steps, pipeline_s={"asking": pipeline_s})], course(), KNOBS)
+    headline = next(part for part in section.parts if isinstance(part, Headline))
+    assert ("reached", "100%", "of the bound") in headline.numbers
+    told = [part.text for part in section.parts if isinstance(part, Sentence)]
+    assert any("which nothing can pass" in text and cause in text for text in told)
+
+
+def test_a_run_at_its_bound_needs_no_explanation() -> None:
+    section = verdict_section([work(TEN_AND_TEN, pipeline_s={"asking": 4.0})], course(), KNOBS)
+    assert not [
+        part for part in section.parts if isinstance(part, Sentence) and "nothing can pass" in part.text
+    ]

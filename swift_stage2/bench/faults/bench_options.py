@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from swift_stage2.bench.servers import ServerKind
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 
 _KINDS = (ServerKind.TRANSFORMERS, ServerKind.STOCK, ServerKind.VLLM)
@@ -13,7 +14,7 @@ _KINDS = (ServerKind.TRANSFORMERS, ServerKind.STOCK, ServerKind.VLLM)
 
 def bench_parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with ``--server``, ``--output`` and ``--keep``; ``name`` is that of the bench."""
-    parser = argparse.ArgumentParser(prog=f"swift-stage2 bench {name}", description=description)
+    parser = CommandParser(prog=f"swift-stage2 bench {name}", description=description)
     parser.add_argument(
         "--server",
         type=_server_kind,

@@ -1,0 +1,225 @@
+"""``swift-stage2 init``: data, model and GPUs in, by options or by answers; a YAML that the doctor accepts out.
+
+What is asked is checked at once by the functions that a run calls at its start. Nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.command_parser import CommandParser
+from swift_stage2.config import load_config
+from swift_stage2.config.yaml_text import read_yaml, write_yaml
+from swift_stage2.dataset_check import check_datasets
+from swift_stage2.errors import UserError
+from swift_stage2.launch.ports import refuse_busy
+from swift_stage2.model_check import check_model
+
+_FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 51216, 65535
+_GRADIENT_ACCUMULATION_STEPS = 4
+_QUESTIONS = {
+    "data": "training data, a JSONL file",
+    "model": "model, the directory of a stage-1 checkpoint or a hub id",
+    "learner_gpus": "GPU numbers of the learner, as 0,1; none for the CPU",
+    "rollout_gpus": "GPU numbers of the rollout servers, one server on each, as 2,3; none for one on the CPU",
+    "output": "YAML file to write",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the file; asks for what no option gives, if somebody is there to answer.
+
+    Raises:
+        UserError: an answer that no run could use, a file that is there already, or nobody to ask.
+    """
+    options = _parse(argv)
+    missing = [name for name in _QUESTIONS if getattr(options, name) is None]
+    if missing and not sys.stdin.isatty():
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise UserError(f"init needs an answer to every question, got none for {flags}; write those options")
+    for name in missing:
+        _ask(options, name)
+    for name in _CHECKS:
+        _check(options, name)
+    write_starter(options)
+    print(f"wrote {options.output}; check it with: swift-stage2 doctor {options.output}")
+    print(f"then start it with: swift-stage2 launch {options.output}")
+    return 0
+
+
+def write_starter(options: argparse.Namespace) -> None:
+    """Writes the YAML after ``load_config`` has taken it. Raises ConfigError or UserError; then nothing is left."""
+    text = "# Written by swift-stage2 init; every key is explained in docs/design/config.md.\n" + write_yaml(
+        starter_config(options)
+    )
+    with tempfile.TemporaryDirectory(prefix="swift-stage2-init-") as scratch:
+        draft = Path(scratch) / options.output.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            load_config(draft)
+        except UserError as error:
+            raise UserError(str(error).replace(f"{draft}: ", "what was asked for cannot run: ", 1)) from error
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        with options.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(
+            f"--output must be a new file that can be written, got {error}; name another"
+        ) from error
+
+
+def starter_config(options: argparse.Namespace) -> dict[str, Any]:
+    """What differs from the defaults, as plain values."""
+    learner, rollout = _devices(options.learner_gpus), _devices(options.rollout_gpus)
+    swift: dict[str, Any] = {
+        "model": options.model,
+        "dataset": [options.data],
+        "output_dir": str(Path("runs") / options.output.stem),
+        "gradient_accumulation_steps": _GRADIENT_ACCUMULATION_STEPS,
+        **({} if learner else {"use_cpu": True, "ddp_backend": "gloo", "attn_impl": "sdpa"}),
+        **_further(options.swift),
+    }
+    ports = _free_ports(len(rollout) or 1)
+    return {
+        "swift": swift,
+        "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}},
+        "rollout": {
+            "servers": [
+                {"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports
+            ]
+        },
+        "launch": {
+            "learner": {"nproc_per_node": len(learner) or 1, "devices": learner},
+            "servers": [_server([gpu], swift) for gpu in rollout] or [_server([], swift)],
+        },
+    }
+
+
+def _server(devices: list[int], swift: dict[str, Any]) -> dict[str, Any]:
+    """Our server: on vLLM where it is installed and has a GPU, else on transformers, told what the learner is."""
+    if devices and importlib.util.find_spec("vllm") is not None:
+        return {"engine": "vllm", "devices": devices}
+    names = {"model_type": "model-type", "template": "template", "external_plugins": "external-plugins"}
+    args = {option: swift[key] for key, option in names.items() if swift.get(key)}
+    return {"engine": "transformers", "devices": devices, **({"args": args} if args else {})}
+
+
+def _ask(options: argparse.Namespace, name: str) -> None:
+    """Until the answer can be used."""
+    while True:
+        try:
+            setattr(options, name, input(f"{_QUESTIONS[name]}: ").strip())
+            _check(options, name)
+        except EOFError as error:
+            raise UserError(f"init needs an answer to every question, got none for {name}") from error
+        except UserError as error:
+            print(error)
+        else:
+            return
+
+
+def _check(options: argparse.Namespace, name: str) -> None:
+    _CHECKS[name](getattr(options, name))
+    if name == "output":
+        options.output = Path(options.output)
+
+
+def _check_data(answer: str) -> None:
+    if not answer:
+        raise UserError("--data must name a JSONL file, got nothing; write its path")
+    check_datasets({"dataset": [answer]})
+
+
+def _check_output(answer: str | Path) -> None:
+    path = Path(answer)
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"--output must be the name of a YAML file, got {str(answer)!r}; write it like run.yaml"
+        )
+    if path.exists():
+        raise UserError(f"--output must be a new file, got {answer}, which exists; name another one")
+
+
+def _devices(answer: str) -> list[int]:
+    """``0,1`` as numbers; ``none`` or nothing is the CPU. Raises UserError."""
+    words = [] if answer.strip().lower() in ("", "none", "cpu") else answer.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UserError(f"GPUs must be numbers with commas between, got {answer!r}; write 0,1 or none")
+    return [int(word) for word in words]
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "data": _check_data,
+    "model": lambda answer: check_model({"model": answer}),
+    "learner_gpus": _devices,
+    "rollout_gpus": _devices,
+    "output": _check_output,
+}
+
+
+def _further(words: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` options with the values read as YAML does."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="swift-stage2-init-") as scratch:
+        for word in words:
+            key, equals, _ = word.partition("=")
+            if not equals or not key.isidentifier():
+                raise UserError(
+                    f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full"
+                )
+            file = Path(scratch) / "argument.yaml"
+            file.write_text(word.replace("=", ": ", 1), encoding="utf-8")
+            found |= read_yaml(file)
+    return found
+
+
+def _free_ports(number: int) -> list[tuple[int, int]]:
+    """HTTP and group port of each server: the first that nobody here holds."""
+    http, group = (_free_from(first, number) for first in (_FIRST_PORT, _FIRST_GROUP_PORT))
+    return list(zip(http, group, strict=True))
+
+
+def _free_from(first: int, number: int) -> list[int]:
+    found: list[int] = []
+    for port in range(first, _LAST_PORT):
+        if len(found) == number:
+            break
+        try:
+            refuse_busy("127.0.0.1", port, "a server")
+        except UserError:
+            continue
+        found.append(port)
+    return found
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="swift-stage2 init",
+        description="Writes the YAML of a job on this machine. Asks for what no option gives.",
+        exit_statuses="0 the file is written",
+    )
+    parser.add_argument("--data", metavar="FILE", help=_QUESTIONS["data"])
+    parser.add_argument("--model", metavar="DIR", help=_QUESTIONS["model"])
+    parser.add_argument("--learner-gpus", metavar="N,N", help=_QUESTIONS["learner_gpus"])
+    parser.add_argument("--rollout-gpus", metavar="N,N", help=_QUESTIONS["rollout_gpus"])
+    parser.add_argument(
+        "--output", metavar="FILE.yaml", help=f"{_QUESTIONS['output']}; never one that exists"
+    )
+    parser.add_argument(
+        "--b-ratio", type=float, default=0.25, metavar="R", help="share of steps on channel B (default 0.25)"
+    )
+    parser.add_argument(
+        "--swift",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further ms-swift training argument, as tuner_type=full; may be given again",
+    )
+    return parser.parse_args(argv)

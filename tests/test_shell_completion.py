@@ -1,0 +1,35 @@
+"""The completion script, sourced by a real bash."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from swift_stage2.shell_completion import completion_script
+
+
+@pytest.fixture(scope="module")
+def script() -> str:
+    return completion_script()
+
+
+def complete(script: str, *words: str) -> list[str]:
+    bash = shutil.which("bash")
+    assert bash is not None
+    typed = f'COMP_WORDS=({" ".join(words[:-1])} "{words[-1]}"); COMP_CWORD={len(words) - 1}'
+    ask = f'{typed}; _swift_stage2; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(
+        [bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout.split()
+
+
+def test_commands_benches_and_options_are_completed(script: str) -> None:
+    assert complete(script, "swift-stage2", "la") == ["launch"]
+    assert complete(script, "swift-stage2", "doctor", "--no") == ["--no-sync"]
+    assert complete(script, "swift-stage2", "bench", "lea") == ["learning"]
+    assert complete(script, "swift-stage2", "bench", "learning", "--st") == ["--steps"]
+    assert complete(script, "swift-stage2", "merge", "--vllm") == []
+    assert complete(script, "swift-stage2", "nothing", "--s") == []

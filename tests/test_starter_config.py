@@ -1,0 +1,134 @@
+"""``init``: what it writes is accepted by the real doctor; what cannot run is refused and nothing is written."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_stage2 import cli
+from swift_stage2.config import ServerEngine, load_config
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE
+
+TINY = [
+    word
+    for pair in (f"model_type={MODEL_TYPE}", f"template={MODEL_TYPE}", f"external_plugins={TEMPLATE_FILE}")
+    for word in ("--swift", pair)
+]
+
+
+def answers(rows_file: Path, file: Path, **changes: str) -> list[str]:
+    values = {
+        "data": str(rows_file),
+        "model": str(STAGE1),
+        "learner-gpus": "none",
+        "rollout-gpus": "none",
+        "output": str(file),
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def test_the_doctor_accepts_what_init_writes(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "",
+        "QWENVL_BBOX_FORMAT": "new",
+        "LOG_LEVEL": "ERROR",
+    }.items():
+        monkeypatch.setenv(name, value)  # what the doctor sets for its own process is undone
+    assert cli.main(["init", *answers(rows_file, tmp_path / "job.yaml"), *TINY]) == 0
+    assert "swift-stage2 doctor" in capsys.readouterr().out
+    assert cli.main(["doctor", "job.yaml"]) == 0, capsys.readouterr().out
+
+
+def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "gpus.yaml"
+    words = answers(rows_file, output, learner_gpus="0,1", rollout_gpus="2, 3,4")
+    assert cli.main(["init", *words, "--b-ratio", "0.5"]) == 0
+    config = load_config(output)
+    assert config.launch.learner.devices == (0, 1)
+    assert config.launch.learner.nproc_per_node == 2
+    assert [server.devices for server in config.launch.servers] == [(2,), (3,), (4,)]
+    assert len({server.base_url for server in config.rollout.servers}) == 3
+    assert "use_cpu" not in config.swift
+    assert config.stage2_ab.schedule.b_ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data": "/nowhere/rows.jsonl"}, "must name files that exist"),
+        ({"data": ""}, "--data must name a JSONL file"),
+        ({"model": "/nowhere/model"}, "swift.model must be a directory that exists"),
+        ({"learner_gpus": "first"}, "GPUs must be numbers with commas between, got 'first'"),
+        (
+            {"learner_gpus": "0,1", "rollout_gpus": "1"},
+            "what was asked for cannot run: launch: learner and servers",
+        ),
+        ({"rollout_gpus": "1,1"}, "need devices of their own"),
+        ({"output": "job.txt"}, "--output must be the name of a YAML file"),
+    ],
+)
+def test_what_no_run_could_use_is_refused_and_nothing_is_written(
+    rows_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", *answers(rows_file, Path("job.yaml"), **changes)]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_is_never_overwritten(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "mine.yaml"
+    output.write_text("mine")
+    assert cli.main(["init", *answers(rows_file, output)]) == 2
+    assert "must be a new file" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+
+
+def test_nobody_to_ask_is_told_with_the_options_to_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert cli.main(["init", "--data", "x.jsonl"]) == 2
+    assert "--model, --learner-gpus, --rollout-gpus, --output" in capsys.readouterr().err
+
+
+def test_a_wrong_answer_is_told_and_asked_for_again(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    said: list[Any] = [
+        "/nowhere/r.jsonl",
+        rows_file,
+        "/nowhere",
+        STAGE1,
+        "x",
+        "none",
+        "",
+        tmp_path / "asked.yaml",
+    ]
+    monkeypatch.setattr(sys, "stdin", Terminal("".join(f"{answer}\n" for answer in said)))
+    assert cli.main(["init"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("training data, a JSONL file: ") == 2
+    assert "swift.model must be a directory that exists" in told
+    assert load_config(tmp_path / "asked.yaml").launch.servers[0].engine is ServerEngine.TRANSFORMERS

@@ -1,0 +1,61 @@
+"""Named GPUs that are not there are refused; no name and no GPU is fine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_stage2.errors import UserError
+from swift_stage2.visible_devices import require_visible_devices
+
+STAGE1 = Path(__file__).parents[1] / "swift_stage2" / "demo" / "stage1"
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [(None, 0), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("1,-1,3", 1), ("GPU-8932f937", 1)],
+)
+def test_what_is_there_is_taken(visible: str | None, found: int) -> None:
+    require_visible_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, found)
+
+
+@pytest.mark.parametrize(("visible", "found"), [("7", 0), ("0,7", 1), ("GPU-8932f937", 0), ("0,1", 0)])
+def test_fewer_than_named_are_refused(visible: str, found: int) -> None:
+    with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={visible} and {found} device"):
+        require_visible_devices({"CUDA_VISIBLE_DEVICES": visible}, found)
+
+
+def test_a_server_on_a_gpu_that_is_not_there_does_not_serve_from_the_cpu() -> None:
+    options = ["--port", "0", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl"]
+    plugin = ["--external-plugins", str(STAGE1.parent / "tiny_template.py")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "rollout", str(STAGE1), *options, *plugin],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "901"},
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "CUDA_VISIBLE_DEVICES=901 and 0 device(s)" in ended.stderr
+
+
+def test_a_learner_on_a_gpu_that_is_not_there_does_not_train_on_the_cpu(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"swift: {{model: {STAGE1}, output_dir: {tmp_path / 'out'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "train", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "901"},
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(
+        "swift-stage2 train: error: every device that is named must exist"
+    )
