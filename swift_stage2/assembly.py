@@ -34,6 +34,7 @@ from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Stage2Config, StarvationAction
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import (
     IsolationBatches,
@@ -233,6 +234,7 @@ def _check_data(
     )
     samples = usable_samples(rows, seed, encoder)
     check_samples(config, encoder, task, samples)
+    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     isolation = isolation_batches(encoder, task, samples)
     # Before the checks that run the model, which give its process the time to load the template.
     preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
@@ -396,6 +398,7 @@ def _build_channel_b(
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
+        answer_spelling=parts.task.answer_format.spelling,
     )
 
 
