@@ -10,6 +10,7 @@ from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
@@ -49,7 +50,7 @@ def check_checkpoint(config: Stage2Config) -> Outcome[None]:
 
 def check_rows(config: Stage2Config) -> Outcome[None]:
     """Raises DatasetError and ConfigError as ``check_datasets`` does."""
-    check_datasets(config.swift)
+    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
     names = [", ".join(named_places(config.swift, "dataset"))]
     if validation := named_places(config.swift, "val_dataset"):
         names.append(f"for validation {', '.join(validation)}")
@@ -89,8 +90,9 @@ def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
     """
-    count = min(len(rows), _NUM_SAMPLES)
-    samples = usable_samples(rows, seed, encoder, count)
+    usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
+    count = min(len(usable), _NUM_SAMPLES)
+    samples = usable_samples(rows, seed, encoder, count, usable)
     task = detection_task(config)
     check_samples(config, encoder, task, samples)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
