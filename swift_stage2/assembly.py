@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import Rows, SampleSource
+from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.clock_alignment import align_clocks
@@ -35,6 +35,7 @@ from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Stage2Config, StarvationAction
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import (
     IsolationBatches,
@@ -104,7 +105,10 @@ def start_run(
     """
     control = join_control_group(config.control_timeout_s)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    kept_rows = rows_to_keep(len(rows), config.telemetry.gallery_rows, seed)
+    policy = config.stage2_ab.channel_b.rows_without_objects
+    usable = together(control, lambda: usable_rows(rows, policy))
+    kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
+    kept_rows = frozenset(usable[number] for number in kept)
     telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
     channel_b = None
     failures = BackgroundFailures()
@@ -118,7 +122,7 @@ def start_run(
         if config.b_enabled:
             ours = wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
-            look = partial(_check_data, config, rows, template, seed, control, telemetry, on_failure)
+            look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
             _check_packing(parts, packed_loss, half_precision, control)
             build = partial(
@@ -223,6 +227,7 @@ class _CheckedParts:
 def _check_data(
     config: Stage2Config,
     rows: Rows,
+    usable: Sequence[int],
     template: Any,
     seed: int,
     control: ControlGroup,
@@ -234,10 +239,16 @@ def _check_data(
     encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
     task = detection_task(config, telemetry.trace.span)
     source = SampleSource(
-        rows, rank=control.rank, world_size=control.world_size, seed=seed, events=telemetry.ledger
+        rows,
+        rank=control.rank,
+        world_size=control.world_size,
+        seed=seed,
+        events=telemetry.ledger,
+        usable=usable,
     )
-    samples = usable_samples(rows, seed, encoder)
+    samples = usable_samples(rows, seed, encoder, usable=usable)
     check_samples(config, encoder, task, samples)
+    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     isolation = isolation_batches(encoder, task, samples)
     # Before the checks that run the model, which give its process the time to load the template.
     preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
@@ -256,6 +267,12 @@ def _check_packing(
     parts: _CheckedParts, packed_loss: PackedLoss, half_precision: bool, control: ControlGroup
 ) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
+    spellings = control.gather(str(parts.task.answer_format.spelling))
+    if len(set(spellings)) > 1:
+        raise DatasetError(
+            f"every rank must read answers written in one way, got answers={spellings} by rank; give all nodes "
+            "the same files"
+        )
     lengths = control.gather(str(parts.isolation.lengths))
     if len(set(lengths)) > 1:
         raise DatasetError(
@@ -408,6 +425,7 @@ def _build_channel_b(
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
+        answer_spelling=parts.task.answer_format.spelling,
     )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
+from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
@@ -22,7 +23,9 @@ _SUFFIX = ".jsonl"
 _FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
 
 
-def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
+def check_datasets(
+    swift_arguments: Mapping[str, Any], rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE
+) -> None:
     """Checks every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
 
     Of a file in another format only that it is there: ms-swift would look for it on a hub. Hub ids are its business.
@@ -47,7 +50,7 @@ def check_datasets(swift_arguments: Mapping[str, Any]) -> None:
                     f"swift.{argument} must name files, got {argument}={name!r}, a folder; name the files in it"
                 )
             if path.suffix == _SUFFIX:
-                _check_named(argument, path)
+                _check_named(argument, path, rows_without_objects)
 
 
 def _check_split(ratio: Any) -> None:
@@ -63,21 +66,21 @@ def _check_split(ratio: Any) -> None:
         )
 
 
-def _check_named(argument: str, path: Path) -> None:
+def _check_named(argument: str, path: Path, rows_without_objects: RowsWithoutObjects) -> None:
     try:
-        check_jsonl(path)
+        check_jsonl(path, rows_without_objects)
     except DatasetError as error:
         raise DatasetError(f"swift.{argument}: {error}") from error
 
 
-def check_jsonl(path: Path) -> None:
+def check_jsonl(path: Path, rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE) -> None:
     """Checks one file, line by line. Raises DatasetError as ``check_datasets`` does."""
     try:
         with path.open(encoding="utf-8") as lines:
             count = 0
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    _check_line(line, f"{path}:{number}")
+                    _check_line(line, f"{path}:{number}", rows_without_objects)
                     count += 1
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"a data set must be a readable UTF-8 file, got {path}: {error}") from error
@@ -85,7 +88,7 @@ def check_jsonl(path: Path) -> None:
         raise DatasetError(f"a data set must hold rows, got none in {path}; write one JSON object per line")
 
 
-def _check_line(line: str, where: str) -> None:
+def _check_line(line: str, where: str, rows_without_objects: RowsWithoutObjects) -> None:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -101,6 +104,8 @@ def _check_line(line: str, where: str) -> None:
         raise DatasetError(
             f"{where}: the last of a row's messages must be the assistant's, the answer; add it"
         )
+    if rows_without_objects is RowsWithoutObjects.CHANNEL_A_ONLY and not lists_objects(row):
+        return
     try:
         _, boxes = read_ground_truth(row)
     except SampleError as error:

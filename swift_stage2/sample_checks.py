@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.sample_source import Rows, SampleSource
@@ -13,16 +15,24 @@ _NUM_SAMPLES_LOOKED_AT = 64
 _NUM_SAMPLES_WANTED = 3
 
 
-def usable_samples(rows: Rows, seed: int, encoder: Encoder, count: int = _NUM_SAMPLES_WANTED) -> list[Sample]:
+def usable_samples(
+    rows: Rows,
+    seed: int,
+    encoder: Encoder,
+    count: int = _NUM_SAMPLES_WANTED,
+    usable: Sequence[int] | None = None,
+) -> list[Sample]:
     """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
+
+    ``usable``: as ``SampleSource`` takes it.
 
     Raises:
         DatasetError: none of the first rows can be used.
     """
-    source = SampleSource(rows, rank=0, world_size=1, seed=seed)
+    source = SampleSource(rows, rank=0, world_size=1, seed=seed, usable=usable)
     samples: list[Sample] = []
     problems: list[SampleError] = []
-    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows))):
+    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
             if drawn.sample is None:
                 raise drawn.error or SampleError("the row cannot be read")

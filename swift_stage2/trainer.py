@@ -266,7 +266,7 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     if config.swift.get("use_cpu") is not True:
         require_visible_devices(os.environ, torch.cuda.device_count())
     check_model(config.swift)
-    check_datasets(config.swift)
+    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
     if config.b_enabled and (checkpoint := config.swift.get("resume_from_checkpoint")):
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         resume.check_world_size(os.path.expanduser(str(checkpoint)), num_ranks)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.dataset_check import check_datasets, check_jsonl
 from swift_stage2.errors import ConfigError, DatasetError
 
@@ -79,7 +80,7 @@ def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) ->
         ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
         ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
         ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
-        ({"ref": [], "bbox": []}, "got num_ref=0 num_bbox=0"),
+        ({"ref": ["cat"], "bbox": []}, "got num_ref=1 num_bbox=0"),
     ],
 )
 def test_objects_that_cannot_be_matched_are_refused(
@@ -90,6 +91,21 @@ def test_objects_that_cannot_be_matched_are_refused(
     assert refusal.startswith(f"{path}:2: ")
     assert message in refusal
     assert refusal.endswith("; mend or remove the row")
+
+
+def test_an_image_without_objects_is_a_row(tmp_path: Path, row: dict[str, Any]) -> None:
+    check_jsonl(_write(tmp_path, row | {"objects": {"ref": [], "bbox": []}}))
+
+
+def test_rows_without_objects_pass_where_channel_a_alone_trains_them(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    path = _write(tmp_path, row, row | {"objects": None})
+    assert "rows_without_objects: channel_a_only" in _refusal(path)
+    check_jsonl(path, RowsWithoutObjects.CHANNEL_A_ONLY)
+    bad = _write(tmp_path, row | {"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}})
+    with pytest.raises(DatasetError, match="num_ref=0 num_bbox=1"):
+        check_jsonl(bad, RowsWithoutObjects.CHANNEL_A_ONLY)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset_check import check_datasets
 from swift_stage2.doctor.finding import Outcome, ok, warning
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.model_check import check_model
 from swift_stage2.packing_isolation import ground_truth_segments
 from swift_stage2.sample_checks import check_samples, usable_samples
@@ -26,6 +29,7 @@ class Samples:
     """Samples of the data set as channel B would draw them, with what encodes them."""
 
     encoder: Encoder
+    task: DetectionTask
     samples: tuple[Sample, ...]
     longest_prompt_tokens: int
     longest_prompt_row: int
@@ -46,7 +50,7 @@ def check_checkpoint(config: Stage2Config) -> Outcome[None]:
 
 def check_rows(config: Stage2Config) -> Outcome[None]:
     """Raises DatasetError and ConfigError as ``check_datasets`` does."""
-    check_datasets(config.swift)
+    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
     names = [", ".join(named_places(config.swift, "dataset"))]
     if validation := named_places(config.swift, "val_dataset"):
         names.append(f"for validation {', '.join(validation)}")
@@ -86,15 +90,18 @@ def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
     """
-    count = min(len(rows), _NUM_SAMPLES)
-    samples = usable_samples(rows, seed, encoder, count)
+    usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
+    count = min(len(usable), _NUM_SAMPLES)
+    samples = usable_samples(rows, seed, encoder, count, usable)
     task = detection_task(config)
     check_samples(config, encoder, task, samples)
+    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     lengths = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
     longest = max(range(len(samples)), key=lengths.__getitem__)
     segments = ground_truth_segments(encoder, task, samples)
     looked_at = Samples(
         encoder,
+        task,
         tuple(samples),
         lengths[longest],
         samples[longest].key.index,

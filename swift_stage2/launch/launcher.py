@@ -45,7 +45,7 @@ def launch(
     config = load_config(config_path)
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node)
     check_model(config.swift)
-    check_datasets(config.swift)
+    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
     refuse_busy_ports(plan.servers)
     for warning in config.warnings:
         show(f"[launch] warning: {warning}")
