@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_stage2.dataset_check import check_datasets, check_jsonl
+from swift_stage2.dataset.survey import survey
+from swift_stage2.dataset_check import check_datasets
 from swift_stage2.errors import ConfigError, DatasetError
 
 SIZE = (40, 30)
@@ -19,7 +20,10 @@ SIZE = (40, 30)
 def row(tmp_path: Path) -> dict[str, Any]:
     Image.new("RGB", SIZE).save(tmp_path / "a.png")
     return {
-        "messages": [{"role": "user", "content": "<image>Detect."}, {"role": "assistant", "content": "[]"}],
+        "messages": [
+            {"role": "user", "content": "<image>Detect."},
+            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
+        ],
         "images": [str(tmp_path / "a.png")],
         "objects": {"ref": ["cat"], "bbox": [[1, 2, 40, 30]]},
     }
@@ -32,10 +36,14 @@ def _write(directory: Path, *lines: Any) -> Path:
     return path
 
 
+def check_jsonl(path: Path) -> None:
+    check_datasets({"dataset": str(path)}, "object_list")
+
+
 def _refusal(path: Path) -> str:
     with pytest.raises(DatasetError) as caught:
         check_jsonl(path)
-    message = str(caught.value)
+    message = str(caught.value).removeprefix("swift.dataset: ")
     assert "\n" not in message
     assert message.count(str(path)) >= 1
     return message
@@ -105,7 +113,8 @@ def test_a_box_must_lie_inside_its_image(
         return
     refusal = _refusal(path)
     assert refusal.startswith(f"{path}:1: a box must lie inside its image, got bbox=")
-    assert "width=40 height=30; mend the annotation" in refusal
+    assert "width=40 height=30, image " in refusal
+    assert refusal.endswith("; mend the annotation")
 
 
 def test_boxes_that_are_no_pixels_are_left_to_the_template(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -154,7 +163,9 @@ def test_images_may_be_one_path_or_records_and_relative(
 
 
 def test_a_row_without_images_needs_no_bounds(tmp_path: Path, row: dict[str, Any]) -> None:
-    check_jsonl(_write(tmp_path, {name: value for name, value in row.items() if name != "images"}))
+    without = {name: value for name, value in row.items() if name != "images"}
+    messages = [{"role": "user", "content": "Detect."}, row["messages"][1]]
+    check_jsonl(_write(tmp_path, without | {"messages": messages}))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n  \n"])
@@ -164,12 +175,13 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
     assert _refusal(path) == f"a data set must hold rows, got none in {path}; write one JSON object per line"
 
 
-def test_a_missing_file_a_directory_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    assert "No such file" in _refusal(tmp_path / "missing.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    assert "Is a directory" in _refusal(tmp_path / "folder.jsonl")
+def test_a_file_that_cannot_be_read_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    for name, why in (("missing.jsonl", "No such file"), ("folder.jsonl", "Is a directory")):
+        (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
+        with pytest.raises(DatasetError, match=f"a data set must be a readable UTF-8 file, got .*{why}"):
+            survey([tmp_path / name])
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xff"}')
-    assert "must be a readable UTF-8 file" in _refusal(tmp_path / "latin.jsonl")
+    assert ":1: a line must be UTF-8 text" in _refusal(tmp_path / "latin.jsonl")
 
 
 def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
-from swift_stage2.channel_b.image_files import find_image
+from swift_stage2.channel_b.image_files import find_image, without_orientation
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.telemetry.spans import EnterSpan, untraced
@@ -287,7 +287,7 @@ def _image_as_base64(image: Any) -> str:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         content = buffer.getvalue()
-    return base64.b64encode(content).decode("ascii")
+    return base64.b64encode(without_orientation(content)).decode("ascii")
 
 
 def _read_image(path: str) -> bytes:
