@@ -36,6 +36,7 @@ from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Sta
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.packing_isolation import (
     IsolationBatches,
@@ -245,6 +246,7 @@ def _check_data(
     )
     samples = usable_samples(rows, seed, encoder, origins=origins)
     check_samples(config, encoder, task, samples, origins)
+    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     mine = range(control.rank, len(rows), control.world_size)
     lengths = measure_lengths(config, rows, mine, encoder, origins)
     isolation = isolation_batches(encoder, task, samples)
@@ -418,6 +420,7 @@ def _build_channel_b(
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
+        answer_spelling=parts.task.answer_format.spelling,
     )
 
 

@@ -99,6 +99,8 @@ class ChannelB:
     min_ready_tokens: int
     continue_on_failure: bool
     evaluation: PinnedEvaluation | None = None
+    answer_spelling: Sequence[str] = ()
+    """How targets are written; a resumed run must write them alike."""
 
 
 class Learner:
@@ -175,7 +177,12 @@ class Learner:
             return {}
         source = self._b.source.checkpoint(step=step, save_id=save_id)
         unfinished = self._b.evaluation.unfinished if self._b.evaluation is not None else None
-        return {"version": self._b.clock.current, "source": source, "unfinished_evaluation": unfinished}
+        return {
+            "version": self._b.clock.current,
+            "source": source,
+            "unfinished_evaluation": unfinished,
+            "answer_spelling": list(self._b.answer_spelling),
+        }
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from swift_stage2.collectives import ControlGroup, together
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.progress_watch import ProgressWatch
 from swift_stage2.telemetry import Activity, Telemetry
@@ -127,6 +127,7 @@ class Stage2Run:
         self._resumed_save_id = state["save_id"]
         self.telemetry.load_state_dict(state["telemetry"])
         if self._channel_b is not None and state["learner"]:
+            _check_spelling(state["learner"].get("answer_spelling"), self._channel_b.answer_spelling)
             self._channel_b.source.load_state_dict(state["learner"]["source"])
             while self._channel_b.clock.current < state["learner"]["version"]:
                 self._channel_b.clock.advance()
@@ -146,3 +147,12 @@ class Stage2Run:
             self._switch_interval_before = None
         self.telemetry.clock.switch(Activity.OTHER)
         self.telemetry.close()
+
+
+def _check_spelling(before: Sequence[str] | None, now: Sequence[str]) -> None:
+    """A checkpoint of an earlier version does not tell."""
+    if before is not None and before != list(now):
+        raise DatasetError(
+            f"resume needs answers written as before, got answers={list(now)}, checkpoint answers={before}; restore "
+            "the data set's answers or start a new run from the checkpoint's weights"
+        )

@@ -122,7 +122,7 @@ class Bench:
                 rendered = render_target(
                     [(truth_labels[truth], truth_boxes[truth]) for truth in order],
                     [truth in matched for truth in order],
-                    _DIALECT,
+                    self._task.answer_format,
                 )
                 _, offsets = self._encoder.tokenise(rendered.text)
                 weigh_tokens(offsets, rendered.spans, _WEIGHTS)

@@ -117,8 +117,7 @@ class Encoder:
         with self._span("encode"):
             encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
-        boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
-        _check_inside(boxes, inputs.images, self._template.norm_bbox)
+        boxes = self._read_boxes(inputs)
         sizes = tuple(image.size for image in inputs.images)
         space = _space(inputs.images, self._template.norm_bbox)
         return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes, sizes, space)
@@ -203,18 +202,31 @@ class Encoder:
             DatasetError: the row has no answer.
             SampleError: the template refuses the row.
         """
-        encoding = self._encode(copy.deepcopy(dict(sample.row)))
-        answer = [
-            token
-            for token, label in zip(encoding["input_ids"], encoding["labels"], strict=True)
-            if label != IGNORED_LABEL
-        ]
+        _prompt_messages(sample.row)
+        encoding = self._encode(copy.deepcopy(dict(sample.row)), return_template_inputs=True)
+        labels = encoding["labels"]
+        start = len(labels)
+        while start and labels[start - 1] != IGNORED_LABEL:  # earlier turns are channel B's prompt
+            start -= 1
+        answer = encoding["input_ids"][start:]
         if not answer:
             raise DatasetError("a row needs an assistant message, got none; add the answer to every row")
         if self._closing_ids and tuple(answer[-len(self._closing_ids) :]) == self._closing_ids:
             answer = answer[: -len(self._closing_ids)]
-        boxes = self.encode_prompt(sample).boxes
-        return self._tokenizer.decode(answer), tuple(zip(sample.labels, boxes, strict=True))
+        boxes = self._read_boxes(encoding["template_inputs"])
+        objects = zip(map(self.normalise, sample.labels), boxes, strict=True)
+        return self._tokenizer.decode(answer), tuple(objects)
+
+    def normalise(self, text: str) -> str:
+        """Text as its tokens spell it: some tokenizers compose accents."""
+        normalizer = self._tokenizer.backend_tokenizer.normalizer
+        return str(normalizer.normalize_str(text)) if normalizer is not None else text
+
+    def _read_boxes(self, inputs: Any) -> tuple[tuple[int, int, int, int], ...]:
+        """The ground truth in the template's space. Raises SampleError for a box outside its image."""
+        boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
+        _check_inside(boxes, inputs.images, self._template.norm_bbox)
+        return boxes
 
     def _encode(self, row: dict[str, Any], **options: Any) -> dict[str, Any]:
         try:

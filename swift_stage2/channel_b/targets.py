@@ -7,7 +7,6 @@ the text gives back the same objects. Called by the pipeline.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, SYNTAX, Dialect, Syntax
-from swift_stage2.errors import SampleError
+from swift_stage2.channel_b.answer_format import AnswerFormat, Objects
 
 
 class Match(Protocol):
@@ -69,28 +67,28 @@ def order_ground_truth(match: Match, num_ground_truth: int) -> tuple[int, ...]:
     return (*found, *sorted(set(range(num_ground_truth)).difference(found)))
 
 
-def render_target(
-    objects: Sequence[tuple[str, Sequence[int]]], matched_flags: Sequence[bool], dialect: str
-) -> TargetText:
-    """Writes objects in a dialect, exactly as channel A's answers are written.
+def render_target(objects: Objects, matched_flags: Sequence[bool], answer_format: AnswerFormat) -> TargetText:
+    """Writes objects exactly as channel A's answers are written.
 
     Args:
         objects: (label, box) in the order of the answer; boxes are four integers in the template's space.
         matched_flags: per object, whether the model had predicted it.
-        dialect: see ``Dialect``.
+        answer_format: learned from channel A's answers.
 
     Raises:
         SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
-        ValueError: the dialect is unknown, or there is not one flag per object.
+        ValueError: there is not one flag per object.
     """
-    syntax = SYNTAX[Dialect(dialect)]
+    if len(objects) != len(matched_flags):
+        raise ValueError(
+            f"every object needs one flag, got num_objects={len(objects)} num_flags={len(matched_flags)}"
+        )
     writer = _SpanWriter()
-    writer.write(syntax.opener, TokenGroup.STRUCTURE)
-    for number, ((label, box), matched) in enumerate(zip(objects, matched_flags, strict=True), start=1):
-        writer.write("}, " if number > 1 else "", TokenGroup.STRUCTURE)
-        _write_object(writer, syntax, number, _escape(label), _join(box), matched)
-    writer.write("}" if len(objects) else "", TokenGroup.CLOSURE)
-    writer.write(syntax.closer, TokenGroup.CLOSURE)
+    for text, part, number in answer_format.pieces(objects):
+        if number is None:
+            writer.write(text, TokenGroup(part))
+        else:
+            writer.write(text, TokenGroup(f"{'matched' if matched_flags[number] else 'missed'}_{part}"))
     return writer.finish()
 
 
@@ -152,41 +150,3 @@ class _SpanWriter:
 
     def finish(self) -> TargetText:
         return TargetText("".join(self._pieces), tuple(self._spans))
-
-
-def _write_object(
-    writer: _SpanWriter, syntax: Syntax, number: int, label: str, box: str, matched: bool
-) -> None:
-    """Everything of an object but the bracket that closes it, which belongs to what follows."""
-    label_group = TokenGroup.MATCHED_LABEL if matched else TokenGroup.MISSED_LABEL
-    box_group = TokenGroup.MATCHED_COORDINATES if matched else TokenGroup.MISSED_COORDINATES
-    label_member = (f'"{syntax.label_key}": "', label, label_group, '"')
-    box_member = (f'"{syntax.box_key}": [', box, box_group, "]")
-    separator = f'"object_{number}": {{' if syntax.named else "{"
-    for before, content, group, after in (
-        (label_member, box_member) if syntax.named else (box_member, label_member)
-    ):
-        writer.write(separator + before, TokenGroup.STRUCTURE)
-        writer.write(content, group)
-        writer.write(after, TokenGroup.STRUCTURE)
-        separator = ", "
-
-
-def _escape(label: str) -> str:
-    """The label as it stands between quotes."""
-    if not label.strip() or END_OF_TURN in label:
-        raise SampleError(
-            f"a label must be text without {END_OF_TURN}, got label={label!r}; mend the row's objects.ref"
-        )
-    return json.dumps(label.strip(), ensure_ascii=False)[1:-1]
-
-
-def _join(box: Sequence[int]) -> str:
-    coordinates = [int(coordinate) for coordinate in box]
-    x1, y1, x2, y2 = coordinates if len(coordinates) == 4 and coordinates == list(box) else (0, 0, -1, -1)
-    if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
-        raise SampleError(
-            "a true box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got "
-            f"box={tuple(box)}; mend the row's objects.bbox"
-        )
-    return ", ".join(map(str, coordinates))

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from swift_stage2.channel_b.answer_format import AnswerFormat, read_format, refusal, standard_format
+from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.matching import MatchResult, match_objects
 from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
 from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
@@ -32,7 +34,7 @@ class Task(Protocol):
         self, rollout: Rollout, labels: Sequence[str], boxes: Sequence[IntegerBox], tokenise: Tokenise
     ) -> Target: ...
 
-    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None: ...
+    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> object: ...
 
     def with_span(self, span: EnterSpan) -> Task: ...
 
@@ -53,7 +55,9 @@ class DetectionTask:
         span: EnterSpan = untraced,
     ) -> None:
         """``span`` is entered with the name of every stage."""
-        self._dialect = dialect
+        self._dialect = Dialect(dialect)
+        self.answer_format = standard_format(self._dialect)
+        """How targets are written."""
         self._iou_threshold = iou_threshold
         self._top_k = top_k
         self._unmatched_prediction_cost = unmatched_prediction_cost
@@ -66,6 +70,12 @@ class DetectionTask:
         """The same task, entering another span."""
         other = copy.copy(self)
         other._span = span
+        return other
+
+    def with_format(self, answer_format: AnswerFormat) -> DetectionTask:
+        """The same task, writing targets in a format that was learned from channel A's answers."""
+        other = copy.copy(self)
+        other.answer_format = answer_format
         return other
 
     @property
@@ -96,19 +106,20 @@ class DetectionTask:
         with self._span("target"):
             return self._target(rollout, labels, boxes, tokenise, parsed, match)
 
-    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> None:
-        """Refuses a dialect that is not the format of channel A's own answers.
+    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> AnswerFormat:
+        """What channel A's answer shows of its format; refuses one that channel B could not write.
+
+        Answers that pass one by one may still contradict each other: ``join_formats`` finds out, or ``learn_format``.
 
         Raises:
-            ConfigError: the answer does not parse, in this dialect, to exactly its ground truth.
+            ConfigError: the answer does not list, in this dialect, exactly its ground truth, or is spelled in a way
+                that is not known; shows both texts.
         """
         parsed = parse_rollout(text, self._dialect)
-        if tuple((found.label, found.box) for found in parsed.objects) != tuple(objects) or parsed.dropped:
-            raise ConfigError(
-                "stage2_ab.channel_b.target.dialect must be the format of channel A's answers, got "
-                f"dialect={self._dialect} answer={text[:120]!r}; set the other dialect, mend the data set's answers"
-                " (placeholders <bbox> and <ref-object>), or set QWENVL_BBOX_FORMAT=new"
-            )
+        found = tuple((found.label, found.box) for found in parsed.objects)
+        if found != tuple(objects) or parsed.dropped or parsed.truncated:
+            raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
+        return read_format(text, self._dialect)
 
     def _target(
         self,
@@ -124,7 +135,7 @@ class DetectionTask:
         rendered = render_target(
             [(labels[truth], boxes[truth]) for truth in order],
             [truth in matched for truth in order],
-            self._dialect,
+            self.answer_format,
         )
         token_ids, offsets = tokenise(rendered.text)
         return Target(

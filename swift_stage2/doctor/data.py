@@ -11,11 +11,13 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset_check import advice_of, check_places, list_command, survey_files
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.model_check import check_model
 from swift_stage2.packing_isolation import ground_truth_segments
 from swift_stage2.row_lengths import RowLengths, measure_lengths
@@ -30,6 +32,7 @@ class Samples:
     """Samples of the data set as channel B would draw them, with what encodes them."""
 
     encoder: Encoder
+    task: DetectionTask
     samples: tuple[Sample, ...]
     longest_prompt_tokens: int
     longest_prompt_place: str
@@ -123,12 +126,14 @@ def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -
     samples = usable_samples(rows, seed, encoder, count, origins)
     task = detection_task(config)
     check_samples(config, encoder, task, samples, origins)
+    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
     longest = max(range(len(samples)), key=prompts.__getitem__)
     segments = ground_truth_segments(encoder, task, samples)
     lengths = measure_lengths(config, rows, range(len(rows)), encoder, origins)
     looked_at = Samples(
         encoder,
+        task,
         tuple(samples),
         prompts[longest],
         str(origins.find(samples[longest].row)),

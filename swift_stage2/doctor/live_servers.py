@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.config import Stage2Config
 from swift_stage2.doctor import feeding, fingerprint, parameters, prompts, rollouts, server_identity
@@ -170,7 +169,7 @@ class LiveServers:
         self._exam.check(
             "parsed and matched",
             lambda: rollouts.check_matching(
-                calls.result, samples.result.encoder, detection_task(config), config
+                calls.result, samples.result.encoder, samples.result.task, config
             ),
             needs=[calls],
         )

@@ -20,9 +20,11 @@ from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
+from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.replay.verdict import Verdict
+from swift_stage2.sample_checks import usable_samples
 from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.surroundings import surroundings
 from swift_stage2.telemetry import LiveView, Telemetry
@@ -169,7 +171,11 @@ def _make_run(
 def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length)
-    return PackMaker(rows, encoder, detection_task(config), packing_length)
+    task = detection_task(config)
+    (sample,) = usable_samples(rows, 0, encoder, 1)
+    return PackMaker(
+        rows, encoder, task.with_format(learn_answer_format(rows, sample, encoder, task)), packing_length
+    )
 
 
 def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

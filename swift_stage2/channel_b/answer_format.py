@@ -1,0 +1,361 @@
+"""How a data set spells its answers: code fence, key order, separators, escapes. Learned from channel A's answers.
+
+``read_format`` takes from one answer what it shows, ``learn_format`` joins what many show. A learned format writes
+every answer that it was learned from again, character by character: both channels teach one format. Which objects an
+answer lists is the parser's to say. Pure text, and no slow import: whoever has no model calls it as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
+
+from swift_stage2.channel_b.dialects import END_OF_TURN, SYNTAX, Dialect
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
+
+Objects = Sequence[tuple[str, Sequence[int]]]
+"""(label, box) in the order of an answer; boxes are x1, y1, x2, y2 in the template's space."""
+
+_NUM_CHARACTERS_SHOWN = 160
+_SPACE = " \t\n\r"
+_S = f"[{_SPACE}]*+"
+_DIGITS = "(?:0|[1-9][0-9]{0,99})"
+_INTEGER = re.compile(_DIGITS)
+_COORDINATE = re.compile(rf'"<\|coord_{_DIGITS}\|>"|<\|coord_{_DIGITS}\|>|{_DIGITS}')
+_PLACEHOLDER = re.compile("<ref-object>|<bbox>")
+_SEPARATOR = re.compile(f"{_S},{_S}")
+_STANDARD = {
+    Dialect.OBJECT_LIST: '[{"bbox_2d": [0, 0, 0, 0], "label": "a"}]',
+    Dialect.OBJECT_MAP: '{"object_1": {"desc": "a", "bbox_2d": [0, 0, 0, 0]}}',
+}
+_RULE = "stage2_ab.channel_b.target.dialect must be the format of channel A's answers"
+_REMEDY = (
+    "set the other dialect, mend the data set's answers (placeholders <bbox> and <ref-object>; no quote or line break "
+    "in a label), or set QWENVL_BBOX_FORMAT=new"
+)
+
+
+class Part(StrEnum):
+    """What a piece of an answer says."""
+
+    STRUCTURE = "structure"  # brackets, keys, quotes, and what stands between objects
+    LABEL = "label"
+    COORDINATES = "coordinates"
+    CLOSURE = "closure"  # from the bracket that closes the last object: nothing else is to come
+
+
+class Piece(NamedTuple):
+    """Some characters of an answer. A label and a box have the number of their object, from 0."""
+
+    text: str
+    part: Part
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """Every character of an answer but its labels and numbers.
+
+    Between ``head`` and ``tail`` stand objects, each ``opener``, value, ``middle``, value, ``closer``.
+    """
+
+    dialect: Dialect
+    head: str  # up to the first object: '```json\n['
+    opener: str  # from an object's bracket to its first value; in the map from behind the object's number
+    box_first: bool
+    coordinate: str  # '{}', '<|coord_{}|>' or the latter in quotes
+    coordinate_separator: str
+    middle: str  # between the two values
+    closer: str  # from behind the second value up to the object's closing bracket
+    tail: str  # behind the last object: ']\n```'
+    first_number: int  # of the map's objects
+    separator: str = ""  # between two objects; see ``between_objects``
+    empty: str = ""  # the whole answer without objects; see ``without_objects``
+    ensure_ascii: bool = False
+    seen: frozenset[str] = frozenset()
+    """Names of the fields that answers showed; the others are as this program would write them."""
+
+    @property
+    def between_objects(self) -> str:
+        """``separator``, or what goes with ``head`` where no answer had two objects."""
+        if "separator" in self.seen:
+            return self.separator
+        return "," + (self.head[len(self.head.rstrip(_SPACE)) :] or " ")
+
+    @property
+    def without_objects(self) -> str:
+        """``empty``, or ``head`` and ``tail`` where no answer was without objects."""
+        return self.empty if "empty" in self.seen else self.head.rstrip(_SPACE) + self.tail.lstrip(_SPACE)
+
+    @property
+    def spelling(self) -> list[str]:
+        """An answer with objects and one without: what a resumed run must write alike."""
+        return [self.write((("é", (0, 1, 2, 3)), ("b", (4, 5, 6, 7)))), self.without_objects]
+
+    def pieces(self, objects: Objects) -> Iterator[Piece]:
+        """The answer that lists ``objects``, from its first to its last character.
+
+        Raises:
+            SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
+        """
+        if not objects:
+            start = self.without_objects.index(SYNTAX[self.dialect].opener) + 1
+            yield Piece(self.without_objects[:start], Part.STRUCTURE)
+            yield Piece(self.without_objects[start:], Part.CLOSURE)
+            return
+        bracket = self.closer.rindex("}")
+        yield Piece(self.head, Part.STRUCTURE)
+        for number, (label, box) in enumerate(objects):
+            if number:
+                yield Piece(self.closer[bracket:] + self.between_objects, Part.STRUCTURE)
+            values = (
+                Piece(self._escape(label), Part.LABEL, number),
+                Piece(self._spell(box), Part.COORDINATES, number),
+            )
+            name = f'"object_{self.first_number + number}' if SYNTAX[self.dialect].named else ""
+            yield Piece(name + self.opener, Part.STRUCTURE)
+            yield values[self.box_first]
+            yield Piece(self.middle, Part.STRUCTURE)
+            yield values[not self.box_first]
+            yield Piece(self.closer[:bracket], Part.STRUCTURE)
+        yield Piece(self.closer[bracket:] + self.tail, Part.CLOSURE)
+
+    def write(self, objects: Objects) -> str:
+        """The answer as text. Raises SampleError as ``pieces`` does."""
+        return "".join(piece.text for piece in self.pieces(objects))
+
+    def check(self, text: str) -> None:
+        """Refuses an answer that this format would write otherwise.
+
+        Raises:
+            DatasetError: shows both texts.
+            ConfigError: as ``read_format`` does.
+        """
+        _, objects = _read(text, self.dialect)
+        if (own := self.write(objects)) != text:
+            raise DatasetError(
+                f"all answers must be written alike, got {_both_texts(text, own)} as most rows are written; write the "
+                "answers of all rows in one way (code fence, key order, white space, escapes)"
+            )
+
+    def joined(self, other: AnswerFormat) -> AnswerFormat | None:
+        """What both show together; None if they contradict each other."""
+        if any(getattr(self, name) != getattr(other, name) for name in self.seen & other.seen):
+            return None
+        added = {name: getattr(other, name) for name in other.seen - self.seen}
+        return replace(self, **added, seen=self.seen | other.seen)
+
+    def _escape(self, label: str) -> str:
+        """The label as it stands between quotes."""
+        if not label.strip() or END_OF_TURN in label:
+            raise SampleError(
+                f"a label must be text without {END_OF_TURN}, got label={label!r}; mend the row's objects.ref"
+            )
+        return json.dumps(label.strip(), ensure_ascii=self.ensure_ascii)[1:-1]
+
+    def _spell(self, box: Sequence[int]) -> str:
+        coordinates = [int(coordinate) for coordinate in box]
+        x1, y1, x2, y2 = coordinates if len(coordinates) == 4 and coordinates == list(box) else (0, 0, -1, -1)
+        if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
+            raise SampleError(
+                "a true box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got "
+                f"box={tuple(box)}; mend the row's objects.bbox"
+            )
+        return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
+
+
+@cache
+def standard_format(dialect: Dialect) -> AnswerFormat:
+    """How a dialect is written where no answer shows anything else: ``json.dumps``, without a fence."""
+    return replace(read_format(_STANDARD[dialect], dialect), seen=frozenset())
+
+
+def read_format(text: str, dialect: Dialect) -> AnswerFormat:
+    """What one answer shows of its format; ``text`` is channel A's answer without the end of turn.
+
+    Raises:
+        ConfigError: the answer is nothing that this dialect can write; shows both texts.
+    """
+    return _read(text, dialect)[0]
+
+
+def join_formats(
+    counts: Mapping[AnswerFormat, int], dialect: Dialect
+) -> tuple[AnswerFormat, tuple[AnswerFormat, ...]]:
+    """What most answers show together, and the formats that contradict it.
+
+    Args:
+        counts: of how many answers ``read_format`` gave each format; among equals the first counts more.
+        dialect: what none of them shows is as ``standard_format`` of it has it.
+    """
+    joint = standard_format(dialect)
+    others: list[AnswerFormat] = []
+    for shown, _ in Counter(counts).most_common():
+        if (more := joint.joined(shown)) is None:
+            others.append(shown)
+        else:
+            joint = more
+    return joint, tuple(others)
+
+
+def learn_format(texts: Iterable[str], dialect: Dialect) -> AnswerFormat:
+    """The format of all answers; the same answers give the same format.
+
+    Raises:
+        ConfigError: as ``read_format`` does.
+        DatasetError: two answers are written in two ways; shows both.
+    """
+    counts: Counter[AnswerFormat] = Counter()
+    examples: dict[AnswerFormat, str] = {}
+    for text in texts:
+        shown = read_format(text, dialect)
+        counts[shown] += 1
+        examples.setdefault(shown, text)
+    learned, others = join_formats(counts, dialect)
+    for other in others:
+        learned.check(examples[other])
+    return learned
+
+
+def fill_placeholders(content: str, objects: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """An answer as ms-swift's template renders it with QWENVL_BBOX_FORMAT=new, but for what boxes are measured in.
+
+    A placeholder without an object stays as it is.
+    """
+    labels, boxes = iter([label for label, _ in objects]), iter([list(map(round, box)) for _, box in objects])
+
+    def fill(match: re.Match[str]) -> str:
+        return str(next(labels if match[0] == "<ref-object>" else boxes, match[0]))
+
+    return _PLACEHOLDER.sub(fill, content)
+
+
+def _read(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]:
+    """What an answer shows, and the objects that it lists. Raises ConfigError as ``read_format`` does."""
+    found = _find_container(text, dialect)
+    if found is None:
+        raise ConfigError(
+            f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}, which should read like {_STANDARD[dialect]!r}; "
+            f"{_REMEDY}"
+        )
+    shown, objects = found
+    try:
+        own = shown.write(objects)
+    except SampleError as error:
+        raise ConfigError(f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}: {error}") from error
+    if own != text:
+        raise ConfigError(refusal(dialect, text, own))
+    return shown, objects
+
+
+def _find_container(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects] | None:
+    syntax = SYNTAX[dialect]
+    start = text.find(syntax.opener) + 1
+    if start == 0:
+        return None
+    first = _skip_space(text, start)
+    if text.startswith(syntax.closer, first):
+        return replace(standard_format(dialect), empty=text, seen=frozenset({"empty"})), ()
+    for box_first in (False, True):
+        if found := _find_objects(text, first, dialect, box_first):
+            return found
+    return None
+
+
+def _find_objects(
+    text: str, first: int, dialect: Dialect, box_first: bool
+) -> tuple[AnswerFormat, Objects] | None:
+    syntax, pattern = SYNTAX[dialect], _object_pattern(dialect, box_first)
+    found: list[re.Match[str]] = []
+    separators: list[str] = []
+    position = first
+    while match := pattern.match(text, position):
+        found.append(match)
+        position = match.end()
+        if (comma := _SEPARATOR.match(text, position)) is None:
+            break
+        separators.append(comma[0])
+        position = comma.end()
+    if not found or not text.startswith(syntax.closer, _skip_space(text, position)):
+        return None
+    try:
+        labels = [str(json.loads(f'"{match["label"]}"')) for match in found]
+    except ValueError:
+        return None
+    one = found[0]
+    before, after = ("box", "label") if box_first else ("label", "box")
+    escapes = [
+        escaped[1:-1] == match["label"]
+        for match, label in zip(found, labels, strict=True)
+        if (escaped := json.dumps(label)) != json.dumps(label, ensure_ascii=False)
+    ]
+    unseen = {
+        "seen",
+        "empty",
+        *(() if separators else ("separator",)),
+        *(() if escapes else ("ensure_ascii",)),
+    }
+    shown = AnswerFormat(
+        dialect=dialect,
+        head=text[:first],
+        opener=text[one.end("name") if syntax.named else one.start() : one.start(before)],
+        box_first=box_first,
+        coordinate=_INTEGER.sub("{}", _COORDINATE.findall(one["box"])[0]),
+        coordinate_separator=_SEPARATOR.findall(one["box"])[0],
+        middle=text[one.end(before) : one.start(after)],
+        closer=text[one.end(after) : one.end()],
+        tail=text[found[-1].end() :],
+        first_number=int(one["number"]) if syntax.named else 1,
+        separator="".join(separators[:1]),
+        ensure_ascii=escapes[:1] == [True],
+        seen=frozenset(field.name for field in fields(AnswerFormat)) - unseen,
+    )
+    boxes = [[int(number) for number in _INTEGER.findall(match["box"])] for match in found]
+    return shown, tuple(zip(labels, boxes, strict=True))
+
+
+@cache
+def _object_pattern(dialect: Dialect, box_first: bool) -> re.Pattern[str]:
+    syntax = SYNTAX[dialect]
+    name = rf'(?P<name>"object_(?P<number>{_DIGITS}))"{_S}:{_S}' if syntax.named else ""
+    label = rf'"{syntax.label_key}"{_S}:{_S}"(?P<label>(?:[^"\\]++|\\.)*+)"'
+    coordinate = _COORDINATE.pattern
+    box = (
+        rf'"{syntax.box_key}"{_S}:{_S}\[{_S}(?P<box>(?:{coordinate})(?:{_S},{_S}(?:{coordinate})){{3}}){_S}\]'
+    )
+    members = f"{_S},{_S}".join((box, label) if box_first else (label, box))
+    return re.compile(rf"{name}\{{{_S}{members}{_S}\}}", re.DOTALL)
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def refusal(dialect: Dialect, text: str, own: str) -> str:
+    """Why channel A's answer is refused, with ``own``, which channel B would write instead."""
+    return f"{_RULE}, got dialect={dialect} {_both_texts(text, own)}; {_REMEDY}"
+
+
+def _both_texts(text: str, own: str) -> str:
+    """Channel A's answer and what channel B would write, around the first place where they differ."""
+    pairs = zip(text, own, strict=False)
+    differs = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(own)))
+    start = max(
+        0, min(differs - _NUM_CHARACTERS_SHOWN // 2, max(len(text), len(own)) - _NUM_CHARACTERS_SHOWN)
+    )
+    return (
+        f"answer={_shorten(text, start)!r} (from character {start}), which channel B would write "
+        f"{_shorten(own, start)!r}"
+    )
+
+
+def _shorten(text: str, start: int = 0) -> str:
+    return text[start : start + _NUM_CHARACTERS_SHOWN]
