@@ -14,13 +14,13 @@ from typing import Any
 
 from PIL import Image
 
+from swift_stage2.channel_b.answer_format import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.records import IntegerBox, Sample, SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows
 from swift_stage2.config import Stage2Config
-from swift_stage2.dataset.answer_text import IntegerBox, fill_answer
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.errors import SampleError
 
@@ -141,9 +141,8 @@ class _Ruler:
         sizes = _sizes(row)
         num_prompt, space = self._prompt(row, sizes)
         labels, boxes = read_ground_truth(row)
-        text = fill_answer(
-            str(row["messages"][-1]["content"]), labels, [_scaled(box, row, sizes, space) for box in boxes]
-        ).text
+        scaled = [_scaled(box, row, sizes, space) for box in boxes]
+        text = fill_placeholders(str(row["messages"][-1]["content"]), list(zip(labels, scaled, strict=True)))
         answer, _ = self._encoder.tokenise(text)
         return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
 

@@ -13,6 +13,12 @@ from swift_stage2.channel_b.records import Box
 from swift_stage2.errors import SampleError
 
 
+def lists_objects(row: Mapping[str, Any]) -> bool:
+    """Whether a row says which objects its image shows, be it none; otherwise it is of no use to channel B."""
+    objects = row.get("objects")
+    return isinstance(objects, Mapping) and objects.get("bbox") is not None
+
+
 def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Box, ...]]:
     """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order.
 

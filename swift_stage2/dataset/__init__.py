@@ -1,8 +1,8 @@
 """What a training JSONL says of itself, row by row, without a model: for ``data check``, doctor, launch and train.
 
 fault         what is wrong with a row, and where it stands
+files         which files a configuration names
 picture       what a file's header and end tell of an image
-answer_text   a row's answer as ms-swift will fill its placeholders
 row_check     one row against every rule
 survey        all rows of all files; which format their answers have
 orientation   writes rows and images anew so that no EXIF tag decides what a box means

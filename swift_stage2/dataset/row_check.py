@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.channel_b.answer_format import AnswerFormat, read_format
+from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.dataset.answer_text import BOX_MARK, LABEL_MARK, IntegerBox, fill_answer
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import UNREADABLE, Picture
 from swift_stage2.errors import ConfigError, SampleError
 
+LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
 _IMAGE_TAG = "<image>"
 
@@ -32,16 +32,27 @@ class CheckedRow:
     answer_format: AnswerFormat | None = None
     num_objects: int = 0
     num_answer_characters: int = 0
+    image: str | None = None
+    """The first, as the row names it."""
 
 
 def check_line(
-    line: bytes, place: Place, look: Callable[[str], Picture], *, judge_answer: bool = True
+    line: bytes,
+    place: Place,
+    look: Callable[[str], Picture],
+    *,
+    judge_answer: bool = True,
+    needs_objects: bool = True,
 ) -> CheckedRow:
-    """``look`` reads an image as ``picture.look_at`` does. Without ``judge_answer`` an answer need not list objects."""
+    """``look`` reads an image as ``picture.look_at`` does.
+
+    Without ``judge_answer`` an answer need not list objects; without ``needs_objects`` a row need not have any list
+    of them, and its answer may be anything then.
+    """
     row = _read(line)
     if isinstance(row, str):
         return CheckedRow((Fault(place, Rule.LINE, row),))
-    return _RowCheck(row, place, look, judge_answer).run()
+    return _RowCheck(row, place, look, judge_answer, needs_objects).run()
 
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
@@ -69,10 +80,16 @@ class _RowCheck:
     """One row while it is checked."""
 
     def __init__(
-        self, row: Mapping[str, Any], place: Place, look: Callable[[str], Picture], judge_answer: bool
+        self,
+        row: Mapping[str, Any],
+        place: Place,
+        look: Callable[[str], Picture],
+        judge_answer: bool,
+        needs_objects: bool,
     ) -> None:
         self._row = row
         self._judge_answer = judge_answer
+        self._needs_objects = needs_objects
         self._place = place
         self._look = look
         images = row.get("images") or []
@@ -83,15 +100,22 @@ class _RowCheck:
     def run(self) -> CheckedRow:
         pictures = self._read_images()
         self._check_prompt()
+        answer = self._row["messages"][-1]["content"]
+        if not self._needs_objects and not lists_objects(self._row):
+            if LABEL_MARK in answer or BOX_MARK in answer:
+                self._tell(
+                    Rule.ANSWER,
+                    f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it",
+                )
+            return CheckedRow(tuple(self._faults), None, 0, len(answer))
         try:
             labels, boxes = read_ground_truth(self._row)
         except (SampleError, OverflowError) as error:
             self._tell(Rule.OBJECTS, f"{error}; mend or remove the row")
             return CheckedRow(tuple(self._faults))
         self._check_boxes(boxes, pictures)
-        answer = self._row["messages"][-1]["content"]
         shown = self._read_answer(answer, labels, boxes)
-        return CheckedRow(tuple(self._faults), shown, len(boxes), len(answer))
+        return CheckedRow(tuple(self._faults), shown, len(boxes), len(answer), self._shown_image)
 
     def _read_images(self) -> list[Picture | None]:
         if len(self._images) != 1:
@@ -189,30 +213,25 @@ class _RowCheck:
     def _read_answer(
         self, answer: str, labels: Sequence[str], boxes: Sequence[tuple[float, ...]]
     ) -> AnswerFormat | None:
-        as_written = [str(label) for label in self._row["objects"].get("ref") or []]
-        # Any four ordered numbers do: the template's coordinates are not known here, and each box is told apart.
-        stand_ins: list[IntegerBox] = [
-            (number, number, number + 1, number + 1) for number in range(len(boxes))
-        ]
-        filled = fill_answer(answer, as_written, stand_ins)
-        if (filled.num_label_marks, filled.num_box_marks) not in _allowed_marks(len(boxes)):
+        num_labels, num_boxes = answer.count(LABEL_MARK), answer.count(BOX_MARK)
+        if (num_labels, num_boxes) not in _allowed_marks(len(boxes)):
             self._tell(
                 Rule.ANSWER,
                 f"an answer must have one {BOX_MARK} and one {LABEL_MARK} per object, or none, got num_bbox="
-                f"{filled.num_box_marks} num_ref_object={filled.num_label_marks} num_objects={len(boxes)}; "
-                "ms-swift would train the others as they stand: mend the answer",
+                f"{num_boxes} num_ref_object={num_labels} num_objects={len(boxes)}; ms-swift would train the others "
+                "as they stand: mend the answer",
             )
             return None
         if not self._judge_answer:
             return None
-        if filled.num_box_marks == 0 and boxes:
-            truth = _written_boxes(filled.text, len(boxes)) or stand_ins
-        else:
-            truth = stand_ins
-        objects = list(zip(labels, truth, strict=True))
-        shown = _read_format(filled.text, objects)
+        as_written = [str(label) for label in self._row["objects"].get("ref") or []]
+        # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
+        stand_ins = [(number, number, number + 1, number + 1) for number in range(len(boxes))]
+        text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
+        truth = list(zip(labels, stand_ins if num_boxes else [None] * len(boxes), strict=True))
+        shown = _read_format(text, truth)
         if shown is None:
-            self._tell(Rule.ANSWER, _why_no_list(filled.text, labels, objects))
+            self._tell(Rule.ANSWER, _why_no_list(text, labels))
         return shown
 
     def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
@@ -224,26 +243,28 @@ def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:
     return {(labels, boxes) for labels in (0, num_objects) for boxes in (0, num_objects)}
 
 
-def _written_boxes(text: str, num_objects: int) -> list[IntegerBox] | None:
-    """Boxes that the answer writes out itself: whether they are right shows with the template only."""
-    for dialect in Dialect:
-        found = parse_rollout(text, dialect).objects
-        if len(found) == num_objects:
-            return [one.box for one in found]
-    return None
+def _read_format(
+    text: str, truth: Sequence[tuple[str, tuple[int, int, int, int] | None]]
+) -> AnswerFormat | None:
+    """How the answer is written, if it lists ``truth`` and nothing else. No text can be read in both dialects.
 
-
-def _read_format(text: str, objects: Sequence[tuple[str, IntegerBox]]) -> AnswerFormat | None:
-    """In whichever dialect it is: no text can be read in both."""
+    A box that the answer writes out itself is None: whether it is right shows with the template only.
+    """
     for dialect in Dialect:
         try:
-            return read_format(text, objects, dialect)
-        except (ConfigError, SampleError):
+            shown = read_format(text, dialect)
+        except ConfigError:
             continue
+        found = parse_rollout(text, dialect)
+        same = len(found.objects) == len(truth) and all(
+            one.label == label and box in (None, one.box)
+            for one, (label, box) in zip(found.objects, truth, strict=True)
+        )
+        return shown if same and not found.dropped else None
     return None
 
 
-def _why_no_list(text: str, labels: Sequence[str], objects: Sequence[tuple[str, IntegerBox]]) -> str:
+def _why_no_list(text: str, labels: Sequence[str]) -> str:
     odd = next((label for label in labels if json.dumps(label, ensure_ascii=False)[1:-1] != label), None)
     if odd is not None:
         return (
@@ -251,19 +272,19 @@ def _why_no_list(text: str, labels: Sequence[str], objects: Sequence[tuple[str, 
             f"label={odd!r}; take quotes, backslashes and line breaks out of it"
         )
     found = max((parse_rollout(text, dialect).objects for dialect in Dialect), key=len)
-    if not found and objects:
+    if not found and labels:
         return (
             f"an answer must list its objects as JSON, got {_cut(text)}; write "
             '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, …]'
         )
-    if len(found) != len(objects) or [one.label for one in found] != list(labels):
+    if [one.label for one in found] != list(labels):
         return (
             f"an answer must list the row's objects in their order, got {len(found)} in the answer and "
-            f"{len(objects)} in objects, answer {_cut(text)}; mend the answer or objects"
+            f"{len(labels)} in objects, answer {_cut(text)}; mend the answer or objects"
         )
     return (
-        f"an answer must be nothing but its list of objects, written alike, got {_cut(text)}; remove what stands "
-        "around or between them"
+        f"an answer must list every object in one way, with nothing but white space and commas between them, got "
+        f"{_cut(text)}; mend the answer"
     )
 
 

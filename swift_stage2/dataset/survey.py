@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-from swift_stage2.channel_b.answer_format import AnswerFormat
+from swift_stage2.channel_b.answer_format import AnswerFormat, join_formats
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import look_at
@@ -71,16 +71,18 @@ def survey(
     dialect: Dialect | None = None,
     decode: bool = False,
     judge_answers: bool = True,
+    needs_objects: bool = True,
     on_progress: OnProgress = lambda num_rows, num_bytes: None,
 ) -> Findings:
     """Checks all rows of ``files``; ``decode`` reads every image to its last pixel.
 
-    Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects.
+    Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects; without
+    ``needs_objects`` a row may have no list of objects.
 
     Raises:
         DatasetError: a file cannot be read or holds no rows.
     """
-    run = _Survey(dialect, decode, judge_answers, on_progress)
+    run = _Survey(dialect, decode, judge_answers, needs_objects, on_progress)
     for file in files:
         run.read(file)
     return run.finish(tuple(files))
@@ -90,10 +92,15 @@ class _Survey:
     """What is known so far."""
 
     def __init__(
-        self, dialect: Dialect | None, decode: bool, judge_answers: bool, on_progress: OnProgress
+        self,
+        dialect: Dialect | None,
+        decode: bool,
+        judge_answers: bool,
+        needs_objects: bool,
+        on_progress: OnProgress,
     ) -> None:
         self._dialect = dialect
-        self._judge_answers = judge_answers
+        self._check_line = partial(check_line, judge_answer=judge_answers, needs_objects=needs_objects)
         self._on_progress = on_progress
         self._look = lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode))
         self._started_s = time.monotonic()
@@ -103,7 +110,7 @@ class _Survey:
         self._kept: dict[Rule, list[Fault]] = defaultdict(list)
         self._num_written: Counter[AnswerFormat] = Counter()
         self._num_else_good: Counter[AnswerFormat] = Counter()  # rows with no fault but perhaps this one
-        self._first_written: dict[AnswerFormat, list[Place]] = {}
+        self._first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = {}
         self._longest: Longest | None = None
 
     def read(self, file: Path) -> None:
@@ -124,7 +131,7 @@ class _Survey:
             )
 
     def _check(self, line: bytes, place: Place) -> None:
-        row = check_line(line, place, self._look, judge_answer=self._judge_answers)
+        row = self._check_line(line, place, self._look)
         self._num_rows += 1
         is_bad = any(not fault.rule.is_advice for fault in row.faults)
         self._num_bad_rows += is_bad
@@ -136,7 +143,7 @@ class _Survey:
             self._num_else_good[shown] += not is_bad
             places = self._first_written.setdefault(shown, [])
             if len(places) < MOST_KEPT:
-                places.append(place)
+                places.append((place, row.image))
         if self._longest is None or row.num_answer_characters > self._longest.num_characters:
             self._longest = Longest(place, row.num_answer_characters, row.num_objects)
 
@@ -160,37 +167,41 @@ class _Survey:
 
     def _learn_format(self) -> AnswerFormat | None:
         """What most answers are written in; tells of every answer that is written otherwise."""
-        learned: AnswerFormat | None = None
-        num_alike = 0
-        odd: list[tuple[AnswerFormat, int]] = []
-        for shown, count in self._num_written.most_common():
-            joined = self._joined(learned, shown)
-            if joined is None:
-                odd.append((shown, count))
-            else:
-                learned, num_alike = joined, num_alike + count
-        for shown, count in odd:
+        if not self._num_written:
+            return None
+        num_in: Counter[Dialect] = Counter()
+        for shown, count in self._num_written.items():
+            num_in[shown.dialect] += count
+        dialect = self._dialect or num_in.most_common(1)[0][0]
+        learned, others = join_formats(
+            {shown: count for shown, count in self._num_written.items() if shown.dialect is dialect}, dialect
+        )
+        odd = [*others, *(shown for shown in self._num_written if shown.dialect is not dialect)]
+        num_alike = self._num_written.total() - sum(self._num_written[shown] for shown in odd)
+        for shown in odd:
             self._num_bad_rows += self._num_else_good[shown]
             places = self._first_written[shown]
-            for place in places:
-                self._tell(Fault(place, Rule.FORMAT, self._difference(learned, shown, num_alike)))
-            self._counts[Rule.FORMAT] += count - len(places)
+            for place, image in places:
+                self._tell(Fault(place, Rule.FORMAT, self._difference(learned, shown, num_alike), image))
+            self._counts[Rule.FORMAT] += self._num_written[shown] - len(places)
         self._kept[Rule.FORMAT].sort(key=lambda fault: (fault.place.file, fault.place.line))
         return learned
 
-    def _joined(self, learned: AnswerFormat | None, shown: AnswerFormat) -> AnswerFormat | None:
-        if self._dialect not in (None, shown.dialect):
-            return None
-        return shown if learned is None else learned.joined(shown)
-
-    def _difference(self, learned: AnswerFormat | None, shown: AnswerFormat, num_alike: int) -> str:
-        if learned is None:
+    def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
+        if shown.dialect is not learned.dialect and num_alike == 0:
             return (
                 "an answer must be in the configured dialect, got "
-                f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={self._dialect}; set the other one"
+                f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
             )
-        example = [("…", (1, 2, 3, 4))]
         return (
-            f"all answers must be written alike, got {shown.write(example)!r} where {num_alike} rows write "
-            f"{learned.write(example)!r}; write it as they do"
+            f"all answers must be written alike, got {_example(shown)!r} where {num_alike:,} rows write "
+            f"{_example(learned)!r}; write it as they do"
         )
+
+
+def _example(answer_format: AnswerFormat) -> str:
+    """With what the format shows and nothing else."""
+    if "empty" in answer_format.seen and "opener" not in answer_format.seen:
+        return answer_format.write([])
+    objects = [("…", (1, 2, 3, 4))]
+    return answer_format.write(objects * (1 + ("separator" in answer_format.seen)))
