@@ -208,9 +208,12 @@ def test_the_longest_answer_is_named(tmp_path: Path, image: str) -> None:
         '{"messages": [{"role": "assistant", "content": "x"}], "objects": {"ref": ["a"], "bbox": [[1, 2, 3, 1'
         + "0" * 400
         + "]]}}",
-        '{"messages": [{"role": "assistant", "content": "\\ud800"}], "objects": {"ref": ["\\ud800"], "bbox": [[1, 2, 3, 4]]}}',
-        '{"messages": [{"role": "assistant", "content": "<bbox>"}], "images": "\\u0000", "objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]], "image_id": "x"}}',
-        '{"messages": [{"role": "assistant", "content": "x"}], "objects": {"ref": [[]], "bbox": [["a", {}, null, 1]], "bbox_type": []}}',
+        '{"messages": [{"role": "assistant", "content": "\\ud800"}], '
+        '"objects": {"ref": ["\\ud800"], "bbox": [[1, 2, 3, 4]]}}',
+        '{"messages": [{"role": "assistant", "content": "<bbox>"}], "images": "\\u0000", '
+        '"objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]], "image_id": "x"}}',
+        '{"messages": [{"role": "assistant", "content": "x"}], '
+        '"objects": {"ref": [[]], "bbox": [["a", {}, null, 1]], "bbox_type": []}}',
     ],
 )
 def test_no_line_ends_the_survey(tmp_path: Path, image: str, line: str) -> None:
