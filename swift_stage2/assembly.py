@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -27,7 +27,7 @@ from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import Rows, SampleSource
+from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.clock_alignment import align_clocks
@@ -107,7 +107,10 @@ def start_run(
     """
     control = join_control_group(config.control_timeout_s)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    kept_rows = rows_to_keep(len(rows), config.telemetry.gallery_rows, seed)
+    policy = config.stage2_ab.channel_b.rows_without_objects
+    usable = together(control, lambda: usable_rows(rows, policy))
+    kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
+    kept_rows = frozenset(usable[number] for number in kept)
     telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
     channel_b = None
     with ExitStack() as on_failure:
@@ -120,7 +123,7 @@ def start_run(
         if config.b_enabled:
             wait_for_servers(config, control)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
-            look = partial(_check_data, config, rows, template, seed, control, telemetry, on_failure)
+            look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
             _tell_lengths(parts.lengths, control, telemetry)
             _check_packing(parts, packed_loss, half_precision, control)
@@ -224,6 +227,7 @@ class _CheckedParts:
 def _check_data(
     config: Stage2Config,
     rows: Rows,
+    usable: Sequence[int],
     template: Any,
     seed: int,
     control: ControlGroup,
@@ -242,9 +246,10 @@ def _check_data(
         world_size=control.world_size,
         seed=seed,
         events=telemetry.ledger,
+        usable=usable,
         origins=origins,
     )
-    samples = usable_samples(rows, seed, encoder, origins=origins)
+    samples = usable_samples(rows, seed, encoder, usable=usable, origins=origins)
     check_samples(config, encoder, task, samples, origins)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
     mine = range(control.rank, len(rows), control.world_size)
@@ -275,6 +280,12 @@ def _check_packing(
     parts: _CheckedParts, packed_loss: PackedLoss, half_precision: bool, control: ControlGroup
 ) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
+    spellings = control.gather(str(parts.task.answer_format.spelling))
+    if len(set(spellings)) > 1:
+        raise DatasetError(
+            f"every rank must read answers written in one way, got answers={spellings} by rank; give all nodes "
+            "the same files"
+        )
     lengths = control.gather(str(parts.isolation.lengths))
     if len(set(lengths)) > 1:
         raise DatasetError(

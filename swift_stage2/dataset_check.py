@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import RowsWithoutObjects, Stage2Config
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import Findings, survey
@@ -27,50 +25,58 @@ _PROGRESS_EVERY_S = 10.0
 
 
 def check_data(config: Stage2Config) -> None:
-    """``check_datasets`` as this configuration trains."""
-    check_datasets(config.swift, config.stage2_ab.channel_b.target.dialect if config.b_enabled else None)
+    """Checks every row of every local JSONL of a run.
 
-
-def check_datasets(swift_arguments: Mapping[str, Any], dialect: str | None = None) -> None:
-    """Checks every row of every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
-
-    ``dialect``: of channel B; without one it is left to channel A how answers are written. Every fault is logged, up
-    to a number, before the first is raised; so is advice, which refuses nothing.
+    Every fault is logged, up to a number, before the first is raised; so is advice, which refuses nothing.
 
     Raises:
         DatasetError: names key, file, line, problem and remedy, and how many rows have faults.
+        ConfigError: as ``survey_data`` does.
+    """
+    for argument, findings in survey_data(config).items():
+        _log(argument, findings)
+        refuse_faults(argument, findings)
+
+
+def survey_data(config: Stage2Config) -> dict[str, Findings]:
+    """What is found in the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
+
+    Says now and then how far it is. Without channel B answers may be anything.
+
+    Raises:
+        DatasetError: a file is missing, a folder, cannot be read or holds no rows; names the key.
         ConfigError: an argument is neither a path nor a list of paths, or ``split_dataset_ratio`` is out of range.
     """
-    for argument, files in check_places(swift_arguments).items():
-        if files:
-            findings = survey_files(files, dialect)
-            _log(argument, findings)
-            refuse_faults(argument, findings)
+    _check_split(config.swift.get("split_dataset_ratio"))
+    channel_b = config.stage2_ab.channel_b
+    found: dict[str, Findings] = {}
+    for argument, files in local_files(config.swift).items():
+        if not files:
+            continue
+        try:
+            found[argument] = survey(
+                files,
+                dialect=Dialect(channel_b.target.dialect) if config.b_enabled else None,
+                judge_answers=config.b_enabled,
+                needs_objects=channel_b.rows_without_objects is RowsWithoutObjects.REFUSE,
+                on_progress=_Progress().tell,
+            )
+        except DatasetError as error:
+            raise DatasetError(f"swift.{argument}: {error}") from error
+    return found
 
 
-def check_places(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
-    """The local JSONL files of each argument. Raises DatasetError and ConfigError as ``check_datasets`` does."""
-    _check_split(swift_arguments.get("split_dataset_ratio"))
-    return local_files(swift_arguments)
+class _Progress:
+    """A line now and then, from one rank."""
 
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
 
-def survey_files(files: Sequence[Path], dialect: str | None) -> Findings:
-    """``survey`` with the rules of a run that has this dialect, or no channel B. Says now and then how far it is."""
-    last_s = time.monotonic()
-
-    def tell(num_rows: int, num_bytes: int) -> None:
-        nonlocal last_s
-        if (now_s := time.monotonic()) - last_s > _PROGRESS_EVERY_S:
-            last_s = now_s
+    def tell(self, num_rows: int, num_bytes: int) -> None:
+        if (now_s := time.monotonic()) - self._last_s > _PROGRESS_EVERY_S:
+            self._last_s = now_s
             if _is_first_rank():
                 logger.warning("checking the data set: %s rows so far", f"{num_rows:,}")
-
-    return survey(
-        files,
-        dialect=Dialect(dialect) if dialect else None,
-        judge_answers=dialect is not None,
-        on_progress=tell,
-    )
 
 
 def _check_split(ratio: Any) -> None:

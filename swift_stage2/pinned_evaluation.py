@@ -14,7 +14,7 @@ from swift_stage2.channel_b.evaluation import EvaluationCounts, EvaluationEvents
 from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import Rows
+from swift_stage2.channel_b.sample_source import Rows, usable_rows
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
@@ -117,7 +117,9 @@ def make_evaluation(
     settings = config.stage2_ab.evaluation
     if not settings.every_steps:
         return None
-    config.check_validation_set(0 if rows is None else len(rows))
+    policy = config.stage2_ab.channel_b.rows_without_objects
+    usable = () if rows is None else usable_rows(rows, policy)
+    config.check_validation_set(len(usable))
     assert rows is not None
     schedule = EvaluationSchedule(
         every_steps=settings.every_steps,
@@ -134,5 +136,6 @@ def make_evaluation(
         preprocessor=preprocessor,
         decoding=config.rollout.decoding,
         events=events,
+        usable=usable,
     )
     return PinnedEvaluation(schedule, part, control=control, record=record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigins
@@ -19,17 +21,20 @@ def usable_samples(
     seed: int,
     encoder: Encoder,
     count: int = _NUM_SAMPLES_WANTED,
+    usable: Sequence[int] | None = None,
     origins: RowOrigins | None = None,
 ) -> list[Sample]:
     """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
 
+    ``usable``: as ``SampleSource`` takes it.
+
     Raises:
         DatasetError: none of the first rows can be used.
     """
-    source = SampleSource(rows, rank=0, world_size=1, seed=seed, origins=origins)
+    source = SampleSource(rows, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
-    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows))):
+    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
             if drawn.sample is None:
                 raise drawn.error or SampleError("the row cannot be read")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
+from swift_stage2.config import load_config
 from swift_stage2.dataset.survey import survey
-from swift_stage2.dataset_check import check_datasets
+from swift_stage2.dataset_check import check_data
 from swift_stage2.errors import ConfigError, DatasetError
 
 SIZE = (40, 30)
@@ -36,8 +39,22 @@ def _write(directory: Path, *lines: Any) -> Path:
     return path
 
 
+def check_datasets(swift: dict[str, Any], **channel_b: Any) -> None:
+    """As a run with channel B checks them; a configuration without a data set is refused before."""
+    content = {
+        "swift": swift,
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "channel_b": channel_b},
+        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9", "group_port": 51216}]},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        config = load_config(path)
+    check_data(config)
+
+
 def check_jsonl(path: Path) -> None:
-    check_datasets({"dataset": str(path)}, "object_list")
+    check_datasets({"dataset": str(path)})
 
 
 def _refusal(path: Path) -> str:
@@ -81,13 +98,13 @@ def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
+        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got objects=None"),
         ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
         ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
         ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
         ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
         ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
-        ({"ref": [], "bbox": []}, "got num_ref=0 num_bbox=0"),
+        ({"ref": [], "bbox": []}, "got num_bbox=1 num_ref_object=1 num_objects=0"),
     ],
 )
 def test_objects_that_cannot_be_matched_are_refused(
@@ -97,7 +114,18 @@ def test_objects_that_cannot_be_matched_are_refused(
     refusal = _refusal(path)
     assert refusal.startswith(f"{path}:2: ")
     assert message in refusal
-    assert refusal.endswith("; mend or remove the row")
+    assert "; " in refusal  # a remedy
+
+
+def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_allowed(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    empty = [row["messages"][0], {"role": "assistant", "content": "[]"}]
+    check_jsonl(_write(tmp_path, row, row | {"objects": {"ref": [], "bbox": []}, "messages": empty}))
+    prose = [row["messages"][0], {"role": "assistant", "content": "A room."}]
+    path = _write(tmp_path, row, {"messages": prose, "images": row["images"]})
+    assert "write empty lists for an image without objects" in _refusal(path)
+    check_datasets({"dataset": str(path)}, rows_without_objects="channel_a_only")
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def _find_objects(
             break
         separators.append(comma[0])
         position = comma.end()
-    if not found or not text.startswith(syntax.closer, _skip_space(text, position)):
+    if not found or not text.startswith(syntax.closer, _skip_space(text, found[-1].end())):
         return None
     try:
         labels = [str(json.loads(f'"{match["label"]}"')) for match in found]

@@ -114,10 +114,11 @@ class RankEvaluation:
         preprocessor: Preprocessor,
         decoding: DecodingConfig,
         events: EvaluationEvents,
+        usable: Sequence[int] | None = None,
     ) -> None:
-        """Of the first ``num_samples`` of ``rows``, rank r's are r, r + ``world_size``, …"""
+        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
         self._rows = rows
-        indices = range(rank, min(num_samples, len(rows)), world_size)
+        indices = (range(len(rows)) if usable is None else usable)[:num_samples][rank::world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
         self._client = client
         self._make_request = make_request

@@ -20,18 +20,21 @@ def lists_objects(row: Mapping[str, Any]) -> bool:
 
 
 def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Box, ...]]:
-    """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order.
+    """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order. Both lists may be empty.
 
     Raises:
-        SampleError: no objects, an object without box or label, a box that is not four ordered numbers.
+        SampleError: no list of boxes, an object without box or label, a box that is not four ordered numbers.
     """
     objects = row.get("objects")
-    if not isinstance(objects, Mapping):
-        raise SampleError("a row needs objects={'ref': [...], 'bbox': [...]}, got none")
+    if not lists_objects(row) or not isinstance(objects, Mapping):
+        raise SampleError(
+            f"a row needs objects={{'ref': [...], 'bbox': [...]}}, got objects={objects!r}; write empty lists for an "
+            "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only"
+        )
     labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
     if not (isinstance(labels, Sequence) and isinstance(boxes, Sequence)) or isinstance(labels, str):
         raise SampleError("objects.ref and objects.bbox must be lists, got another type")
-    if not boxes or len(labels) != len(boxes):
+    if len(labels) != len(boxes):
         raise SampleError(
             f"every object needs one label and one box, got num_ref={len(labels)} num_bbox={len(boxes)}"
         )

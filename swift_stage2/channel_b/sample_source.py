@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
 from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
+from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 
 
@@ -56,12 +57,20 @@ class SampleSource:
         world_size: int,
         seed: int,
         events: SampleEvents | None = None,
+        usable: Sequence[int] | None = None,
         origins: RowOrigins | None = None,
     ) -> None:
-        if len(rows) < world_size:
+        """``usable``: the numbers of the rows that may be drawn, all by default; to the stream there are no others.
+
+        Raises:
+            DatasetError: there are fewer of them than ranks.
+        """
+        self._usable = range(len(rows)) if usable is None else usable
+        if len(self._usable) < world_size:
+            others = f" (of {len(rows)}; the others list no objects)" if usable is not None else ""
             raise DatasetError(
-                f"channel B needs at least one row per rank, got num_rows={len(rows)} world_size={world_size}; "
-                "add data or use fewer ranks"
+                f"channel B needs at least one row per rank, got num_rows={len(self._usable)}{others} "
+                f"world_size={world_size}; add data or use fewer ranks"
             )
         self._rows = rows
         self._rank = rank
@@ -136,7 +145,7 @@ class SampleSource:
             DatasetError: the data set, the number of ranks or the seed is another one.
         """
         for name, now in (
-            ("num_rows", len(self._rows)),
+            ("num_rows", len(self._usable)),
             ("world_size", self._world_size),
             ("seed", self._seed),
         ):
@@ -157,7 +166,7 @@ class SampleSource:
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "num_rows": len(self._rows),
+            "num_rows": len(self._usable),
             "world_size": self._world_size,
             "seed": self._seed,
             "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
@@ -180,14 +189,21 @@ class SampleSource:
 
     def _shard_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self._seed + epoch)
-        permutation: list[int] = torch.randperm(len(self._rows), generator=generator).tolist()
-        return permutation[self._rank :: self._world_size]
+        permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
+        return [self._usable[number] for number in permutation[self._rank :: self._world_size]]
 
     def _read(self, key: SampleKey) -> Drawn:
         try:
             return Drawn(key, read_sample(self._rows, key))
         except SampleError as error:
             return Drawn(key, None, error)
+
+
+def usable_rows(rows: Rows, policy: RowsWithoutObjects) -> Sequence[int]:
+    """Numbers of the rows that channel B may draw, in order. A row that is merely bad is quarantined when drawn."""
+    if policy is RowsWithoutObjects.REFUSE:
+        return range(len(rows))
+    return [number for number in range(len(rows)) if lists_objects(rows[number])]
 
 
 def read_sample(rows: Rows, key: SampleKey) -> Sample:

@@ -33,6 +33,13 @@ class Preprocessing(StrEnum):
     THREAD = "thread"
 
 
+class RowsWithoutObjects(StrEnum):
+    """What becomes of rows that do not say which objects their image shows."""
+
+    REFUSE = "refuse"
+    CHANNEL_A_ONLY = "channel_a_only"
+
+
 class Dialect(StrEnum):
     """How the model writes objects."""
 
@@ -198,6 +205,9 @@ class ChannelBConfig:
     preprocessing: Preprocessing = Preprocessing.PROCESS
     """Where a rank parses, matches and encodes: a process of its own, or a thread of the learner's, which slows
     steps but saves 0.6 GB."""
+    rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE
+    """Whether rows without ``objects.bbox`` are refused or trained by channel A alone. Empty lists are an answer: an
+    image without objects, which both channels train."""
     max_truncated_ratio: float = 0.3
     """Channel B pauses while a larger share of recent rollouts was cut off by max_new_tokens."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)

@@ -111,7 +111,8 @@ class _RowCheck:
         try:
             labels, boxes = read_ground_truth(self._row)
         except (SampleError, OverflowError) as error:
-            self._tell(Rule.OBJECTS, f"{error}; mend or remove the row")
+            remedy = "" if "; " in str(error) else "; mend or remove the row"
+            self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self._faults))
         self._check_boxes(boxes, pictures)
         shown = self._read_answer(answer, labels, boxes)

@@ -11,11 +11,12 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset_check import advice_of, check_places, list_command, survey_files
+from swift_stage2.dataset_check import advice_of, list_command, survey_data
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.model_check import check_model
@@ -54,16 +55,11 @@ def check_checkpoint(config: Stage2Config) -> Outcome[None]:
 
 
 def check_rows(config: Stage2Config) -> Outcome[None]:
-    """Every row of every local file. Raises DatasetError and ConfigError as ``local_files`` does."""
-    files = check_places(config.swift)
-    dialect = config.stage2_ab.channel_b.target.dialect if config.b_enabled else None
+    """Every row of every local file. Raises DatasetError and ConfigError as ``survey_data`` does."""
     bad: list[str] = []
     advice: list[str] = []
     num_rows, commands = 0, []
-    for argument, named in files.items():
-        findings = survey_files(named, dialect) if named else None
-        if findings is None:
-            continue
+    for argument, findings in survey_data(config).items():
         num_rows += findings.num_rows
         faults = [fault for fault in findings.faults if not fault.rule.is_advice]
         if faults:
@@ -121,9 +117,10 @@ def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
     """
-    count = min(len(rows), _NUM_SAMPLES)
+    usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
+    count = min(len(usable), _NUM_SAMPLES)
     origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    samples = usable_samples(rows, seed, encoder, count, origins)
+    samples = usable_samples(rows, seed, encoder, count, usable, origins)
     task = detection_task(config)
     check_samples(config, encoder, task, samples, origins)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))

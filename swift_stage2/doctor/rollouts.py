@@ -92,7 +92,10 @@ def check_matching(
             f"write rollout.decoding.max_new_tokens: {2 * config.rollout.decoding.max_new_tokens}, or train a model "
             "that ends its answers",
         )
-    parsed = sum(quality.num_predictions > 0 for quality in qualities) / len(qualities)
+    # Of an image without objects an answer without objects is the right one.
+    parsed = sum(quality.num_predictions > 0 or not quality.num_ground_truth for quality in qualities) / len(
+        qualities
+    )
     if parsed < _FEW_PARSED:
         return warning(
             f"{found}; only {parsed:.0%} of the rollouts hold an object in the dialect {channel_b.target.dialect}",

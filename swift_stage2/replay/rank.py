@@ -15,7 +15,7 @@ from torch import nn
 from swift_stage2 import resume
 from swift_stage2.assembly import detection_task, progress_watch
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.sample_source import Rows
+from swift_stage2.channel_b.sample_source import Rows, usable_rows
 from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
@@ -172,7 +172,9 @@ def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length)
     task = detection_task(config)
-    (sample,) = usable_samples(rows, 0, encoder, 1)
+    (sample,) = usable_samples(
+        rows, 0, encoder, 1, usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
+    )
     return PackMaker(
         rows, encoder, task.with_format(learn_answer_format(rows, sample, encoder, task)), packing_length
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.errors import SampleError
 
 
@@ -23,11 +23,11 @@ def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"a row needs objects=.*, got none"),
+        ({}, r"a row needs objects=.*, got objects=None"),
         ({"objects": None}, "a row needs objects="),
         ({"objects": [1]}, "a row needs objects="),
-        ({"objects": {}}, "num_ref=0 num_bbox=0"),
-        (_row([], []), "num_ref=0 num_bbox=0"),
+        ({"objects": {}}, "a row needs objects="),
+        ({"objects": {"ref": ["a"]}}, "rows_without_objects: channel_a_only"),
         (_row(["a"], []), "num_ref=1 num_bbox=0"),
         (_row([], [[1, 2, 3, 4]]), "num_ref=0 num_bbox=1"),
         (_row(["a", "b"], [[1, 2, 3, 4]]), "num_ref=2 num_bbox=1"),
@@ -59,3 +59,22 @@ def test_what_cannot_be_used_is_refused_with_its_value(row: dict[str, Any], mess
 
 def test_boxes_without_area_are_usable() -> None:
     assert read_ground_truth(_row(["a"], [[3, 3, 3, 3]])) == (("a",), ((3.0, 3.0, 3.0, 3.0),))
+
+
+def test_an_image_without_objects_is_a_ground_truth() -> None:
+    assert read_ground_truth(_row([], [])) == ((), ())
+    assert read_ground_truth({"objects": {"bbox": []}}) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (_row([], []), True),
+        (_row(["a"], 7), True),
+        ({"objects": {}}, False),
+        ({"objects": None}, False),
+        ({}, False),
+    ],
+)
+def test_only_a_list_of_boxes_says_which_objects_there_are(row: dict[str, Any], expected: bool) -> None:
+    assert lists_objects(row) is expected

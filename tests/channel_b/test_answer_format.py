@@ -1,0 +1,277 @@
+"""Answer formats: what json.dumps, fences and hand-made layouts write is learned and written again, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.answer_format import (
+    AnswerFormat,
+    fill_placeholders,
+    join_formats,
+    learn_format,
+    read_format,
+    standard_format,
+)
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
+from swift_stage2.channel_b.targets import render_target
+from swift_stage2.errors import ConfigError, DatasetError
+
+Object = tuple[str, tuple[int, int, int, int]]
+LIST, MAP = Dialect.OBJECT_LIST, Dialect.OBJECT_MAP
+A: Object = ("a", (1, 2, 3, 4))
+B: Object = ("b", (5, 6, 7, 8))
+FENCED = '```json\n[\n  {"label": "a", "bbox_2d": [1, 2, 3, 4]},\n  {"label": "b", "bbox_2d": [5, 6, 7, 8]}\n]\n```'
+MARK = re.compile(r'"(<\|coord_[0-9]+\|>)"')
+
+
+@dataclass(frozen=True)
+class Style:
+    """A way to write answers that knows nothing of ``AnswerFormat``: Python's own json does the work."""
+
+    dialect: Dialect
+    before: str
+    after: str
+    box_first: bool
+    indent: int | None
+    separators: tuple[str, str]
+    ensure_ascii: bool
+    coordinates: str  # integers, tokens or quoted
+    one_per_line: bool
+    first_number: int
+
+    def write(self, objects: Sequence[Object]) -> str:
+        """The answer."""
+        items = [self._item(label, box) for label, box in objects]
+        numbered = {f"object_{number}": item for number, item in enumerate(items, start=self.first_number)}
+        whole: Any = items if self.dialect is LIST else numbered
+        if self.one_per_line and items:
+            lines = [self._dump(item) for item in items]
+            if self.dialect is MAP:
+                lines = [f'"{name}": {line}' for name, line in zip(numbered, lines, strict=True)]
+            text = "[{"[self.dialect is MAP] + "\n" + ",\n".join(lines) + "\n" + "]}"[self.dialect is MAP]
+        else:
+            text = self._dump(whole)
+        return self.before + text + self.after
+
+    def _item(self, label: str, box: Sequence[int]) -> dict[str, Any]:
+        values: list[Any] = [n if self.coordinates == "integers" else f"<|coord_{n}|>" for n in box]
+        members = {"label" if self.dialect is LIST else "desc": label, "bbox_2d": values}
+        return dict(sorted(members.items(), key=lambda member: (member[0] == "bbox_2d") != self.box_first))
+
+    def _dump(self, value: Any) -> str:
+        text = json.dumps(
+            value, indent=self.indent, separators=self.separators, ensure_ascii=self.ensure_ascii
+        )
+        return MARK.sub(r"\1", text) if self.coordinates == "tokens" else text
+
+
+STYLES = st.builds(
+    Style,
+    dialect=st.sampled_from(list(Dialect)),
+    before=st.sampled_from(["", "```json\n", "```\n", "<think>\n\n</think>\n\n", "Objects:\n"]),
+    after=st.sampled_from(["", "\n```", "\n```\n", " "]),
+    box_first=st.booleans(),
+    indent=st.sampled_from([None, None, 0, 1, 2, 4]),
+    separators=st.sampled_from([(", ", ": "), (",", ":"), (" , ", " : "), (",", ": ")]),
+    ensure_ascii=st.booleans(),
+    coordinates=st.sampled_from(["integers", "tokens", "quoted"]),
+    one_per_line=st.booleans(),
+    first_number=st.integers(0, 3),
+)
+LABELS = (
+    st.text(min_size=1, max_size=12)
+    .map(str.strip)
+    .filter(lambda label: bool(label) and "<|" not in label and "\ud7ff" not in label)
+)
+NUMBERS = st.integers(0, 1200)
+BOXES = st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS).map(
+    lambda c: (min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3]))
+)
+OBJECTS = st.lists(st.tuples(LABELS, BOXES), max_size=5)
+WHOLE: list[Sequence[Object]] = [[A, ("é", (0, 0, 0, 0))], []]  # shows everything that a format has
+
+
+@given(STYLES, st.lists(OBJECTS, min_size=1, max_size=4), OBJECTS)
+def test_what_was_learned_is_written_again_and_read_back(
+    style: Style, answers: list[list[Object]], other: list[Object]
+) -> None:
+    learned = learn_format([style.write(objects) for objects in answers], style.dialect)
+    for objects in answers:
+        text = style.write(objects)
+        assert learned.write(objects) == text
+        check_target(objects, learned, text)
+    learned = learn_format([style.write(objects) for objects in (*WHOLE, *answers)], style.dialect)
+    check_target(other, learned, style.write(other))  # also what it was not learned from
+
+
+def check_target(objects: Sequence[Object], answer_format: AnswerFormat, text: str) -> None:
+    """Spans tile the target, and the parser reads its objects back."""
+    flags = [number % 2 == 0 for number in range(len(objects))]
+    target = render_target(objects, flags, answer_format)
+    assert target.text == text
+    assert (target.spans[0].start, target.spans[-1].end) == (0, len(text))
+    assert all(left.end == right.start for left, right in pairwise(target.spans))
+    spelled = Counter(text[span.start : span.end] for span in target.spans if "label" in span.group)
+    assert spelled == Counter(
+        json.dumps(label, ensure_ascii=answer_format.ensure_ascii)[1:-1] for label, _ in objects
+    )
+    boxes = [text[span.start : span.end] for span in target.spans if "coordinates" in span.group]
+    assert [[int(n) for n in re.findall("[0-9]+", box)] for box in boxes] == [list(box) for _, box in objects]
+    assert target.spans[-1].group == "closure"
+    parsed = parse_rollout(text, answer_format.dialect)
+    assert parsed.objects == tuple(PredictedObject(label, box) for label, box in objects)
+    assert not parsed.dropped
+    assert not parsed.truncated
+
+
+@given(STYLES, st.permutations([[A], [B, A], [("é", (1, 1, 2, 2))], []]))
+def test_the_order_of_the_answers_does_not_matter(style: Style, answers: list[list[Object]]) -> None:
+    """Every rank learns from the same rows, and so does a run that resumes with another shuffle."""
+    texts = [style.write(objects) for objects in answers]
+    assert learn_format(texts, style.dialect) == learn_format(sorted(texts), style.dialect)
+
+
+def test_weights_fall_on_what_they_are_for() -> None:
+    target = render_target([A, B], [True, False], learn_format([FENCED], LIST))
+    assert [(target.text[span.start : span.end], str(span.group)) for span in target.spans] == [
+        ('```json\n[\n  {"label": "', "structure"),
+        ("a", "matched_label"),
+        ('", "bbox_2d": [', "structure"),
+        ("1, 2, 3, 4", "matched_coordinates"),
+        (']},\n  {"label": "', "structure"),
+        ("b", "missed_label"),
+        ('", "bbox_2d": [', "structure"),
+        ("5, 6, 7, 8", "missed_coordinates"),
+        ("]", "structure"),
+        ("}\n]\n```", "closure"),
+    ]
+
+
+def test_coordinate_tokens_weigh_as_coordinates() -> None:
+    text = '[{"bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>], "label": "a"}]'
+    target = render_target([A], [True], learn_format([text], LIST))
+    (span,) = [span for span in target.spans if span.group == "matched_coordinates"]
+    assert target.text[span.start : span.end] == "<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>"
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_without_answers_a_dialect_has_its_standard(dialect: Dialect) -> None:
+    assert learn_format([], dialect) == standard_format(dialect)
+    assert standard_format(dialect).write([]) == {LIST: "[]", MAP: "{}"}[dialect]
+
+
+def test_what_no_answer_shows_follows_from_the_rest() -> None:
+    one = learn_format(['```json\n[\n  {"label": "a", "bbox_2d": [1, 2, 3, 4]}\n]\n```'], LIST)
+    assert one.write([A, B]) == FENCED
+    assert one.write([]) == "```json\n[]\n```"
+    assert "separator" not in one.seen
+    assert "empty" not in one.seen
+
+
+def test_an_empty_answer_is_learned_as_it_stands() -> None:
+    learned = learn_format([FENCED, "[]"], LIST)
+    assert (learned.write([A, B]), learned.write([])) == (FENCED, "[]")
+    target = render_target([], [], learned)
+    assert [(span.start, span.end, str(span.group)) for span in target.spans] == [
+        (0, 1, "structure"),
+        (1, 2, "closure"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "I see nothing.",
+        "{}",
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "say "a""}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a\nb"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 1}]',
+        '[{"bbox_2d": [1, 2, 3], "label": "a"}]',
+        '[{"bbox_2d": [1.5, 2, 3, 4], "label": "a"}]',
+        '[{"bbox_2d": [01, 2, 3, 4], "label": "a"}]',
+        '[{"bbox_2d": [3, 2, 1, 4], "label": "a"}]',
+        '[{"bbox_2d": ["1", "2", "3", "4"], "label": "a"}]',
+        '[{"bbox_2d": [1, 2, 3, <|coord_4|>], "label": "a"}]',
+        '[{"bbox_2d": [1, 2,3, 4], "label": "a"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": " a"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "\\u0061"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": " "}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a"},]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}',
+        '[{"bbox_2d": <bbox>, "label": "a"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"label": "b", "bbox_2d": [1, 2, 3, 4]}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "a"},{"bbox_2d": [1, 2, 3, 4], "label": "a"}, '
+        '{"bbox_2d": [1, 2, 3, 4], "label": "a"}]',
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "é"}, {"bbox_2d": [1, 2, 3, 4], "label": "\\u00e9"}]',
+    ],
+)
+def test_what_cannot_be_written_again_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        learn_format([FENCED, text], LIST)
+    message = str(caught.value)
+    assert "stage2_ab.channel_b.target.dialect" in message
+    assert repr(text[:20])[1:-1] in message
+    assert "\n" not in message
+
+
+def test_two_ways_of_writing_are_refused_with_both_texts() -> None:
+    plain = standard_format(LIST).write([A, B])
+    with pytest.raises(DatasetError) as caught:
+        learn_format([FENCED, plain, plain], LIST)
+    message = str(caught.value)
+    assert repr(FENCED)[1:60] in message
+    assert repr(plain)[1:60] in message
+    assert message.index("```json") < message.index("which channel B would write"), (
+        "the rarer one is the odd one"
+    )
+    assert "\n" not in message
+
+
+def test_a_difference_far_inside_is_what_the_message_shows() -> None:
+    many = [A] * 100
+    text = standard_format(LIST).write(many)
+    with pytest.raises(DatasetError) as caught:
+        learn_format([text, text, text[:-1] + "\n]"], LIST)
+    message = str(caught.value)
+    assert r"\n]" in message
+    assert len(message) < 800
+    assert "(from character " in message
+
+
+def test_formats_are_counted_by_how_many_answers_show_them() -> None:
+    plain = standard_format(LIST).write([A, B])
+    fenced, bare = read_format(FENCED, LIST), read_format(plain, LIST)
+    joint, others = join_formats({fenced: 2, bare: 5, read_format("[]", LIST): 1}, LIST)
+    assert (joint.write([A, B]), others) == (plain, (fenced,))
+    joint.check(plain)
+    with pytest.raises(DatasetError, match="all answers must be written alike"):
+        joint.check(FENCED)
+
+
+def test_placeholders_are_filled_in_turn() -> None:
+    text = '{"bbox_2d": <bbox>, "label": "<ref-object>"}, {"bbox_2d": <bbox>, "label": "<ref-object>"} <bbox>'
+    assert fill_placeholders(text, [("a", (1.4, 2.6, 3, 4)), B]) == (
+        '{"bbox_2d": [1, 3, 3, 4], "label": "a"}, {"bbox_2d": [5, 6, 7, 8], "label": "b"} <bbox>'
+    )
+
+
+def test_formats_are_learned_without_torch() -> None:
+    code = (
+        "import sys, swift_stage2.channel_b.answer_format, swift_stage2.channel_b.ground_truth;"
+        "assert not {'torch', 'numpy', 'swift', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
