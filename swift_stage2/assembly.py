@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Stage2Config, StarvationAction
+from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
 from swift_stage2.learned_format import learn_answer_format
@@ -47,6 +49,7 @@ from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.preprocessing_check import check_preprocessing
 from swift_stage2.progress_watch import ProgressWatch
+from swift_stage2.row_lengths import RowLengths, measure_lengths
 from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
@@ -124,6 +127,7 @@ def start_run(
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
+            _tell_lengths(parts.lengths, control, telemetry)
             _check_packing(parts, packed_loss, half_precision, control)
             build = partial(
                 _build_channel_b,
@@ -222,6 +226,7 @@ class _CheckedParts:
     source: SampleSource
     samples: list[Sample]
     isolation: IsolationBatches
+    lengths: RowLengths
 
 
 def _check_data(
@@ -238,6 +243,8 @@ def _check_data(
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
     task = detection_task(config, telemetry.trace.span)
+    # Also of the validation set: what a report or a log names is looked up in both.
+    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
     source = SampleSource(
         rows,
         rank=control.rank,
@@ -245,15 +252,26 @@ def _check_data(
         seed=seed,
         events=telemetry.ledger,
         usable=usable,
+        origins=origins,
     )
-    samples = usable_samples(rows, seed, encoder, usable=usable)
-    check_samples(config, encoder, task, samples)
+    samples = usable_samples(rows, seed, encoder, usable=usable, origins=origins)
+    check_samples(config, encoder, task, samples, origins)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
+    mine = range(control.rank, len(rows), control.world_size)
+    lengths = measure_lengths(config, rows, mine, encoder, origins)
     isolation = isolation_batches(encoder, task, samples)
     # Before the checks that run the model, which give its process the time to load the template.
     preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
     on_failure.callback(preprocessor.close)
-    return _CheckedParts(encoder, task, preprocessor, source, samples, isolation)
+    return _CheckedParts(encoder, task, preprocessor, source, samples, isolation, lengths)
+
+
+def _tell_lengths(mine: RowLengths, control: ControlGroup, telemetry: Telemetry) -> None:
+    """Every rank has measured its share of the rows; the first one tells what does not fit."""
+    parts = [RowLengths.from_note(note) for note in control.gather(mine.to_note())]
+    if control.rank == 0:
+        for found, remedy in reduce(RowLengths.merged, parts).troubles:
+            telemetry.record_warning(f"{found}; {remedy}")
 
 
 def _preprocessor(config: Stage2Config, encoder: Encoder, task: DetectionTask, trace: Trace) -> Preprocessor:

@@ -34,6 +34,7 @@ _OWN_PARSER = {
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
+    "data": ("swift_stage2.dataset.command", "check every row of a data set, without a model"),
     "report": (
         "swift_stage2.report.command",
         "tell how a run went, on one page: speed against its bound, quality, what was lost",

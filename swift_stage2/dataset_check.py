@@ -1,56 +1,82 @@
-"""Reads a training JSONL before anything heavy starts and refuses it with one line that says what, where, how.
+"""Reads every row of a run's JSONL files before anything heavy starts, and refuses with file, line, problem, remedy.
 
-Checks what ms-swift would only trip over later: JSON, objects with boxes, images that exist and hold their
-boxes. A bad sample that slips through (a remote data set, a broken pixel stream) is quarantined while training.
+Looks where ms-swift would only trip later, or train something else than is meant: see ``dataset.row_check``. A bad
+sample that slips through (a remote data set, a broken pixel stream) is quarantined while training.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import time
 from typing import Any
 
-from PIL import Image
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.config import RowsWithoutObjects, Stage2Config
+from swift_stage2.dataset.fault import Rule
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.survey import Findings, survey
+from swift_stage2.errors import ConfigError, DatasetError
 
-from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
-from swift_stage2.config import RowsWithoutObjects
-from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.errors import ConfigError, DatasetError, SampleError
+logger = logging.getLogger(__name__)
 
-_SUFFIX = ".jsonl"
-_FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
+_MOST_LOGGED = 20
+_PROGRESS_EVERY_S = 10.0
 
 
-def check_datasets(
-    swift_arguments: Mapping[str, Any], rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE
-) -> None:
-    """Checks every local JSONL named by ms-swift's ``dataset`` and ``val_dataset`` arguments.
+def check_data(config: Stage2Config) -> None:
+    """Checks every row of every local JSONL of a run.
 
-    Of a file in another format only that it is there: ms-swift would look for it on a hub. Hub ids are its business.
-    Of a folder ms-swift would take what looks like a train split, or end in a traceback.
+    Every fault is logged, up to a number, before the first is raised; so is advice, which refuses nothing.
 
     Raises:
-        DatasetError: names key, file, line, problem and remedy.
+        DatasetError: names key, file, line, problem and remedy, and how many rows have faults.
+        ConfigError: as ``survey_data`` does.
+    """
+    for argument, findings in survey_data(config).items():
+        _log(argument, findings)
+        refuse_faults(argument, findings)
+
+
+def survey_data(config: Stage2Config) -> dict[str, Findings]:
+    """What is found in the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
+
+    Says now and then how far it is. Without channel B answers may be anything.
+
+    Raises:
+        DatasetError: a file is missing, a folder, cannot be read or holds no rows; names the key.
         ConfigError: an argument is neither a path nor a list of paths, or ``split_dataset_ratio`` is out of range.
     """
-    _check_split(swift_arguments.get("split_dataset_ratio"))
-    for argument in ("dataset", "val_dataset"):
-        for name in named_places(swift_arguments, argument):
-            path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
-            is_local = path.suffix in _FILE_SUFFIXES or name.startswith(("/", "./", "../"))
-            if is_local and not path.exists():
-                raise DatasetError(
-                    f"swift.{argument} must name files that exist, got {argument}={name!r}; correct the path "
-                    f"(relative ones are read from the working directory, {Path.cwd()})"
-                )
-            if path.is_dir():
-                raise DatasetError(
-                    f"swift.{argument} must name files, got {argument}={name!r}, a folder; name the files in it"
-                )
-            if path.suffix == _SUFFIX:
-                _check_named(argument, path, rows_without_objects)
+    _check_split(config.swift.get("split_dataset_ratio"))
+    channel_b = config.stage2_ab.channel_b
+    found: dict[str, Findings] = {}
+    for argument, files in local_files(config.swift).items():
+        if not files:
+            continue
+        try:
+            found[argument] = survey(
+                files,
+                dialect=Dialect(channel_b.target.dialect) if config.b_enabled else None,
+                judge_answers=config.b_enabled,
+                needs_objects=channel_b.rows_without_objects is RowsWithoutObjects.REFUSE,
+                on_progress=_Progress().tell,
+            )
+        except DatasetError as error:
+            raise DatasetError(f"swift.{argument}: {error}") from error
+    return found
+
+
+class _Progress:
+    """A line now and then, from one rank."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+
+    def tell(self, num_rows: int, num_bytes: int) -> None:
+        if (now_s := time.monotonic()) - self._last_s > _PROGRESS_EVERY_S:
+            self._last_s = now_s
+            if _is_first_rank():
+                logger.warning("checking the data set: %s rows so far", f"{num_rows:,}")
 
 
 def _check_split(ratio: Any) -> None:
@@ -66,86 +92,47 @@ def _check_split(ratio: Any) -> None:
         )
 
 
-def _check_named(argument: str, path: Path, rows_without_objects: RowsWithoutObjects) -> None:
-    try:
-        check_jsonl(path, rows_without_objects)
-    except DatasetError as error:
-        raise DatasetError(f"swift.{argument}: {error}") from error
-
-
-def check_jsonl(path: Path, rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE) -> None:
-    """Checks one file, line by line. Raises DatasetError as ``check_datasets`` does."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            count = 0
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    _check_line(line, f"{path}:{number}", rows_without_objects)
-                    count += 1
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"a data set must be a readable UTF-8 file, got {path}: {error}") from error
-    if count == 0:
-        raise DatasetError(f"a data set must hold rows, got none in {path}; write one JSON object per line")
-
-
-def _check_line(line: str, where: str, rows_without_objects: RowsWithoutObjects) -> None:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DatasetError(
-            f"{where}: every line must be one JSON object: {error}; mend or remove the line"
-        ) from error
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
-        raise DatasetError(
-            f"{where}: a row is an object with messages=[{{'role': ..., 'content': ...}}, ...]; write it so"
-        )
-    last = row["messages"][-1]
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        raise DatasetError(
-            f"{where}: the last of a row's messages must be the assistant's, the answer; add it"
-        )
-    if rows_without_objects is RowsWithoutObjects.CHANNEL_A_ONLY and not lists_objects(row):
+def refuse_faults(argument: str, findings: Findings) -> None:
+    """Raises DatasetError with the first fault and the number of rows that have any."""
+    faults = [fault for fault in findings.faults if not fault.rule.is_advice]
+    if not faults:
         return
-    try:
-        _, boxes = read_ground_truth(row)
-    except SampleError as error:
-        raise DatasetError(f"{where}: {error}; mend or remove the row") from error
-    images = row.get("images") or []
-    paths = [_image_path(image, where) for image in (images if isinstance(images, list) else [images])]
-    sizes = [_image_size(path, where) for path in paths]
-    if row["objects"].get("bbox_type", "real") == "real" and len(sizes) == 1:
-        _check_bounds(boxes, sizes[0], where)
+    first = min(faults, key=lambda fault: (findings.files.index(fault.place.file), fault.place.line))
+    if findings.num_bad_rows == 1:
+        raise DatasetError(f"swift.{argument}: {first}")
+    raise DatasetError(
+        f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: {first}; "
+        f"list all: {list_command(findings)}"
+    )
 
 
-def _image_path(image: Any, where: str) -> str:
-    path = image.get("path") if isinstance(image, Mapping) else image
-    if not isinstance(path, str) or not path:
-        raise DatasetError(
-            f"{where}: an image must be the path of a file, got {image!r}; write images=['…/a.png']"
-        )
-    return path
+def list_command(findings: Findings) -> str:
+    """What shows every fault of these files."""
+    return f"swift-stage2 data check {' '.join(map(str, findings.files))}"
 
 
-def _image_size(image: str, where: str) -> tuple[int, int]:
-    path = Path(image)
-    root = os.environ.get("ROOT_IMAGE_DIR")
-    if root and not path.exists():
-        path = Path(root) / image
-    try:
-        with Image.open(path) as opened:
-            return opened.size
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DatasetError(
-            f"{where}: an image must be a readable picture, got {image}: {error}; mend the path "
-            "(relative ones are read from the working directory or ROOT_IMAGE_DIR)"
-        ) from error
+def advice_of(findings: Findings) -> list[str]:
+    """One line per rule whose breach trains, with its count and its first place."""
+    return [
+        f"{rule}: {findings.counts[rule]:,} of {findings.num_rows:,} rows, the first: {findings.of(rule)[0]}"
+        for rule in Rule
+        if rule.is_advice and findings.counts.get(rule)
+    ]
 
 
-def _check_bounds(boxes: Sequence[tuple[float, ...]], size: tuple[int, int], where: str) -> None:
-    width, height = size
-    for box in boxes:
-        if box[2] > width or box[3] > height:
-            raise DatasetError(
-                f"{where}: a box must lie inside its image, got bbox={[round(v, 1) for v in box]} "
-                f"width={width} height={height}; mend the annotation"
-            )
+def _log(argument: str, findings: Findings) -> None:
+    if not _is_first_rank():
+        return
+    if findings.num_bad_rows > 1:
+        for rule in Rule:
+            faults = [] if rule.is_advice else findings.of(rule)
+            for fault in faults[:_MOST_LOGGED]:
+                logger.error("swift.%s: %s", argument, fault)
+            if (more := findings.counts.get(rule, 0) - _MOST_LOGGED) > 0 and faults:
+                logger.error("swift.%s: %s: and %s more", argument, rule, f"{more:,}")
+    for advice in advice_of(findings):
+        logger.warning("swift.%s: %s", argument, advice)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

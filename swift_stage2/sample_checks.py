@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import Stage2Config
@@ -21,6 +22,7 @@ def usable_samples(
     encoder: Encoder,
     count: int = _NUM_SAMPLES_WANTED,
     usable: Sequence[int] | None = None,
+    origins: RowOrigins | None = None,
 ) -> list[Sample]:
     """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
 
@@ -29,9 +31,9 @@ def usable_samples(
     Raises:
         DatasetError: none of the first rows can be used.
     """
-    source = SampleSource(rows, rank=0, world_size=1, seed=seed, usable=usable)
+    source = SampleSource(rows, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
-    problems: list[SampleError] = []
+    problems: list[tuple[SampleKey, SampleError]] = []
     for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
             if drawn.sample is None:
@@ -39,18 +41,24 @@ def usable_samples(
             encoder.encode_prompt(drawn.sample)
             samples.append(drawn.sample)
         except SampleError as error:
-            problems.append(error)
+            problems.append((drawn.key, error))
         if len(samples) == count:
             break
     if not samples:
         raise DatasetError(
-            f"channel B needs rows that it can use, got none among num_rows={len(problems)}, the first because: "
-            f"{problems[0]}; mend the data set"
-        ) from problems[0]
+            f"channel B needs rows that it can use, got none among num_rows={len(problems)}, the first "
+            f"({source.origin_of(problems[0][0])}) because: {problems[0][1]}; mend the data set"
+        ) from problems[0][1]
     return samples
 
 
-def check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, samples: list[Sample]) -> None:
+def check_samples(
+    config: Stage2Config,
+    encoder: Encoder,
+    task: DetectionTask,
+    samples: list[Sample],
+    origins: RowOrigins | None = None,
+) -> None:
     """What only the real template and tokenizer can tell about the data and the settings.
 
     Raises:
@@ -62,7 +70,8 @@ def check_samples(config: Stage2Config, encoder: Encoder, task: DetectionTask, s
         answer, objects = encoder.check_answer_format(samples[0])
     except SampleError as error:
         raise DatasetError(
-            f"channel A must be able to train the data set's rows, got {error}; mend them"
+            f"channel A must be able to train the data set's rows, got {error} "
+            f"({(origins or RowOrigins()).find(samples[0].row)}); mend them"
         ) from error
     task.check_answer(answer, objects)
     needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens

@@ -34,7 +34,7 @@ from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
-from swift_stage2.dataset_check import check_datasets  # noqa: E402
+from swift_stage2.dataset_check import check_data  # noqa: E402
 from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
@@ -266,7 +266,7 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     if config.swift.get("use_cpu") is not True:
         require_visible_devices(os.environ, torch.cuda.device_count())
     check_model(config.swift)
-    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
+    check_data(config)
     if config.b_enabled and (checkpoint := config.swift.get("resume_from_checkpoint")):
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         resume.check_world_size(os.path.expanduser(str(checkpoint)), num_ranks)

@@ -242,7 +242,8 @@ def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[s
 def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder: Encoder) -> None:
     rows = [{"messages": [], "objects": None}] * 5
     with pytest.raises(
-        DatasetError, match=r"got none among num_rows=5, the first because: a row needs objects="
+        DatasetError,
+        match=r"got none among num_rows=5, the first \(a row of no local JSONL\) because: a row needs objects=",
     ):
         usable_samples(rows, seed=1, encoder=encoder)
 

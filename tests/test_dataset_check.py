@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
-from swift_stage2.config import RowsWithoutObjects
-from swift_stage2.dataset_check import check_datasets, check_jsonl
+from swift_stage2.config import load_config
+from swift_stage2.dataset.survey import survey
+from swift_stage2.dataset_check import check_data
 from swift_stage2.errors import ConfigError, DatasetError
 
 SIZE = (40, 30)
@@ -20,7 +23,10 @@ SIZE = (40, 30)
 def row(tmp_path: Path) -> dict[str, Any]:
     Image.new("RGB", SIZE).save(tmp_path / "a.png")
     return {
-        "messages": [{"role": "user", "content": "<image>Detect."}, {"role": "assistant", "content": "[]"}],
+        "messages": [
+            {"role": "user", "content": "<image>Detect."},
+            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
+        ],
         "images": [str(tmp_path / "a.png")],
         "objects": {"ref": ["cat"], "bbox": [[1, 2, 40, 30]]},
     }
@@ -33,10 +39,28 @@ def _write(directory: Path, *lines: Any) -> Path:
     return path
 
 
+def check_datasets(swift: dict[str, Any], **channel_b: Any) -> None:
+    """As a run with channel B checks them; a configuration without a data set is refused before."""
+    content = {
+        "swift": swift,
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "channel_b": channel_b},
+        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9", "group_port": 51216}]},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        config = load_config(path)
+    check_data(config)
+
+
+def check_jsonl(path: Path) -> None:
+    check_datasets({"dataset": str(path)})
+
+
 def _refusal(path: Path) -> str:
     with pytest.raises(DatasetError) as caught:
         check_jsonl(path)
-    message = str(caught.value)
+    message = str(caught.value).removeprefix("swift.dataset: ")
     assert "\n" not in message
     assert message.count(str(path)) >= 1
     return message
@@ -74,13 +98,13 @@ def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
+        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got objects=None"),
         ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
         ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
         ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
         ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
         ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
-        ({"ref": ["cat"], "bbox": []}, "got num_ref=1 num_bbox=0"),
+        ({"ref": [], "bbox": []}, "got num_bbox=1 num_ref_object=1 num_objects=0"),
     ],
 )
 def test_objects_that_cannot_be_matched_are_refused(
@@ -90,22 +114,18 @@ def test_objects_that_cannot_be_matched_are_refused(
     refusal = _refusal(path)
     assert refusal.startswith(f"{path}:2: ")
     assert message in refusal
-    assert refusal.endswith("; mend or remove the row")
+    assert "; " in refusal  # a remedy
 
 
-def test_an_image_without_objects_is_a_row(tmp_path: Path, row: dict[str, Any]) -> None:
-    check_jsonl(_write(tmp_path, row | {"objects": {"ref": [], "bbox": []}}))
-
-
-def test_rows_without_objects_pass_where_channel_a_alone_trains_them(
+def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_allowed(
     tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    path = _write(tmp_path, row, row | {"objects": None})
-    assert "rows_without_objects: channel_a_only" in _refusal(path)
-    check_jsonl(path, RowsWithoutObjects.CHANNEL_A_ONLY)
-    bad = _write(tmp_path, row | {"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}})
-    with pytest.raises(DatasetError, match="num_ref=0 num_bbox=1"):
-        check_jsonl(bad, RowsWithoutObjects.CHANNEL_A_ONLY)
+    empty = [row["messages"][0], {"role": "assistant", "content": "[]"}]
+    check_jsonl(_write(tmp_path, row, row | {"objects": {"ref": [], "bbox": []}, "messages": empty}))
+    prose = [row["messages"][0], {"role": "assistant", "content": "A room."}]
+    path = _write(tmp_path, row, {"messages": prose, "images": row["images"]})
+    assert "write empty lists for an image without objects" in _refusal(path)
+    check_datasets({"dataset": str(path)}, rows_without_objects="channel_a_only")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +141,8 @@ def test_a_box_must_lie_inside_its_image(
         return
     refusal = _refusal(path)
     assert refusal.startswith(f"{path}:1: a box must lie inside its image, got bbox=")
-    assert "width=40 height=30; mend the annotation" in refusal
+    assert "width=40 height=30, image " in refusal
+    assert refusal.endswith("; mend the annotation")
 
 
 def test_boxes_that_are_no_pixels_are_left_to_the_template(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -170,7 +191,9 @@ def test_images_may_be_one_path_or_records_and_relative(
 
 
 def test_a_row_without_images_needs_no_bounds(tmp_path: Path, row: dict[str, Any]) -> None:
-    check_jsonl(_write(tmp_path, {name: value for name, value in row.items() if name != "images"}))
+    without = {name: value for name, value in row.items() if name != "images"}
+    messages = [{"role": "user", "content": "Detect."}, row["messages"][1]]
+    check_jsonl(_write(tmp_path, without | {"messages": messages}))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n  \n"])
@@ -180,12 +203,13 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
     assert _refusal(path) == f"a data set must hold rows, got none in {path}; write one JSON object per line"
 
 
-def test_a_missing_file_a_directory_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    assert "No such file" in _refusal(tmp_path / "missing.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    assert "Is a directory" in _refusal(tmp_path / "folder.jsonl")
+def test_a_file_that_cannot_be_read_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    for name, why in (("missing.jsonl", "No such file"), ("folder.jsonl", "Is a directory")):
+        (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
+        with pytest.raises(DatasetError, match=f"a data set must be a readable UTF-8 file, got .*{why}"):
+            survey([tmp_path / name])
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xff"}')
-    assert "must be a readable UTF-8 file" in _refusal(tmp_path / "latin.jsonl")
+    assert ":1: a line must be UTF-8 text" in _refusal(tmp_path / "latin.jsonl")
 
 
 def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
-from swift_stage2.channel_b.image_files import find_image
+from swift_stage2.channel_b.image_files import find_image, without_orientation
 from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.image_opening import open_image
@@ -303,7 +303,7 @@ def _image_as_base64(image: Any) -> str:
         image.save(buffer, format="PNG")
         content = buffer.getvalue()
     open_image(content)  # what no server of ours takes is told here, and sent to none
-    return base64.b64encode(content).decode("ascii")
+    return base64.b64encode(without_orientation(content)).decode("ascii")
 
 
 def _read_image(path: str) -> bytes:

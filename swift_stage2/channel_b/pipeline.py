@@ -23,6 +23,7 @@ from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
@@ -93,7 +94,7 @@ class PipelineEvents(Protocol):
 
     def stale_segment(self, segment: Segment) -> None: ...
 
-    def quarantined(self, key: SampleKey, reason: str, message: str) -> None: ...
+    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None: ...
 
 
 class Pipeline:
@@ -390,7 +391,7 @@ class Pipeline:
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:
         self._source.settle_quarantined(key, reason, message)
-        self._events.quarantined(key, reason, message)
+        self._events.quarantined(key, reason, message, self._source.origin_of(key))
 
     def _measure(self, seconds: float) -> None:
         view = self._view

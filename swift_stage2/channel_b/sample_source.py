@@ -19,6 +19,7 @@ import torch
 
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.records import Sample, SampleKey
+from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
 from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
@@ -61,6 +62,7 @@ class SampleSource:
         seed: int,
         events: SampleEvents | None = None,
         usable: Sequence[int] | None = None,
+        origins: RowOrigins | None = None,
     ) -> None:
         """``usable``: the numbers of the rows that may be drawn, all by default; to the stream there are no others.
 
@@ -79,6 +81,7 @@ class SampleSource:
         self._world_size = world_size
         self._seed = seed
         self._events = events or Unrecorded()
+        self._origins = origins or RowOrigins()
         self._lock = threading.Lock()
         self._epoch = 0
         self._position = 0
@@ -116,6 +119,10 @@ class SampleSource:
         with self._lock:
             self._settle([key])
             self._events.quarantined(key, reason, message)
+
+    def origin_of(self, key: SampleKey) -> RowOrigin:
+        """The file, line and images of a sample's row."""
+        return self._origins.find(self._rows[key.index])
 
     @property
     def num_outstanding(self) -> int:

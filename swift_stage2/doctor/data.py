@@ -10,18 +10,22 @@ from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.records import Sample
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.dataset_check import check_datasets
-from swift_stage2.doctor.finding import Outcome, ok, warning
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset_check import advice_of, list_command, survey_data
+from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.model_check import check_model
 from swift_stage2.packing_isolation import ground_truth_segments
+from swift_stage2.row_lengths import RowLengths, measure_lengths
 from swift_stage2.sample_checks import check_samples, usable_samples
 
 _NUM_SAMPLES = 16
+_MOST_FAULTS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,9 @@ class Samples:
     task: DetectionTask
     samples: tuple[Sample, ...]
     longest_prompt_tokens: int
-    longest_prompt_row: int
+    longest_prompt_place: str
+    lengths: RowLengths
+    """Of all rows."""
     segment_lengths: tuple[int, ...]
     """Tokens of prompt and ground truth, of the samples that fit a pack."""
 
@@ -49,12 +55,33 @@ def check_checkpoint(config: Stage2Config) -> Outcome[None]:
 
 
 def check_rows(config: Stage2Config) -> Outcome[None]:
-    """Raises DatasetError and ConfigError as ``check_datasets`` does."""
-    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
+    """Every row of every local file. Raises DatasetError and ConfigError as ``survey_data`` does."""
+    bad: list[str] = []
+    advice: list[str] = []
+    num_rows, commands = 0, []
+    for argument, findings in survey_data(config).items():
+        num_rows += findings.num_rows
+        faults = [fault for fault in findings.faults if not fault.rule.is_advice]
+        if faults:
+            shown = " | ".join(map(str, faults[:_MOST_FAULTS_SHOWN]))
+            more = findings.num_faults - _MOST_FAULTS_SHOWN
+            bad.append(
+                f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults: {shown}"
+                + (f" | and {more:,} more" if more > 0 else "")
+            )
+            commands.append(list_command(findings))
+        advice += [f"swift.{argument}: {line}" for line in advice_of(findings)]
+    if bad:
+        return failed(" ".join(bad), f"mend or remove these rows; list all: {' and '.join(commands)}")
     names = [", ".join(named_places(config.swift, "dataset"))]
     if validation := named_places(config.swift, "val_dataset"):
         names.append(f"for validation {', '.join(validation)}")
-    return ok(f"{'; '.join(names)}: every line and picture is readable, every box inside its picture")
+    if num_rows == 0:
+        return ok(f"{'; '.join(names)}: no local JSONL, so that no row was checked")
+    found = f"{'; '.join(names)}: all {num_rows:,} rows checked, each with its picture, boxes and answer"
+    if advice:
+        return warning(f"{found}; {' | '.join(advice)}", "look at these rows; such rows train as they are")
+    return ok(found)
 
 
 def check_validation_rows(config: Stage2Config, num_rows: int) -> Outcome[None]:
@@ -85,31 +112,35 @@ def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None
 
 
 def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -> Outcome[Samples]:
-    """Draws and encodes a few samples; the first is checked as a run checks it at its start.
+    """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
     """
     usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
-    samples = usable_samples(rows, seed, encoder, count, usable)
+    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
+    samples = usable_samples(rows, seed, encoder, count, usable, origins)
     task = detection_task(config)
-    check_samples(config, encoder, task, samples)
+    check_samples(config, encoder, task, samples, origins)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
-    lengths = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
-    longest = max(range(len(samples)), key=lengths.__getitem__)
+    prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
+    longest = max(range(len(samples)), key=prompts.__getitem__)
     segments = ground_truth_segments(encoder, task, samples)
+    lengths = measure_lengths(config, rows, range(len(rows)), encoder, origins)
     looked_at = Samples(
         encoder,
         task,
         tuple(samples),
-        lengths[longest],
-        samples[longest].key.index,
+        prompts[longest],
+        str(origins.find(samples[longest].row)),
+        lengths,
         tuple(segment.num_tokens for segment in segments),
     )
     found = (
-        f"{len(samples)} of {len(rows)} rows looked at: answers are in the dialect "
-        f"{config.stage2_ab.channel_b.target.dialect}; prompts of {min(lengths)} to {max(lengths)} tokens"
+        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first in the dialect "
+        f"{config.stage2_ab.channel_b.target.dialect} as the template writes it; prompts of {min(prompts)} to "
+        f"{max(prompts)} tokens"
     )
     if len(samples) < count:
         return warning(
@@ -123,9 +154,13 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
     prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
     length = config.stage2_ab.channel_b.packing.packing_length
     needed = prompt + new
+    if troubles := samples.lengths.troubles:
+        return warning(
+            " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
+        )
     if length < needed:
         return warning(
-            f"packing_length {length} < longest prompt {prompt} (row {samples.longest_prompt_row}) + max_new_tokens "
+            f"packing_length {length} < longest prompt {prompt} ({samples.longest_prompt_place}) + max_new_tokens "
             f"{new}: such samples may be quarantined",
             f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
         )
@@ -136,7 +171,12 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
                 f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
                 f"write launch.servers[{index}].args.vllm_max_model_len: {needed} or more",
             )
-    return ok(f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new} = {needed}")
+    longest = samples.lengths.segments
+    return ok(
+        f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new} = {needed}; of all "
+        f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
+        f"({longest.place})"
+    )
 
 
 def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:

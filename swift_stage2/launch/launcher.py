@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import load_config
-from swift_stage2.dataset_check import check_datasets
+from swift_stage2.dataset_check import check_data
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
@@ -45,7 +45,7 @@ def launch(
     config = load_config(config_path)
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node)
     check_model(config.swift)
-    check_datasets(config.swift, config.stage2_ab.channel_b.rows_without_objects)
+    check_data(config)
     refuse_busy_ports(plan.servers)
     for warning in config.warnings:
         show(f"[launch] warning: {warning}")

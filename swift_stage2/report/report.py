@@ -11,6 +11,7 @@ from swift_stage2.report.fates import fates_of
 from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of
 from swift_stage2.report.ledger_section import ledger_section
 from swift_stage2.report.matches import Match, matches_of
+from swift_stage2.report.quarantine_table import with_quarantines
 from swift_stage2.report.rollout_sections import drift_section, fill_section, quality_section
 from swift_stage2.report.rounds_section import rounds_section
 from swift_stage2.report.run_data import RunData
@@ -65,7 +66,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         drift_section(run, matches),
         selection_section(comparisons),
         fill_section(run),
-        ledger_section(account, run.wanted_b),
+        with_quarantines(ledger_section(account, run.wanted_b), run.ranks),
         _gallery_section(gallery, matches, num_odd),
     )
     return Report(

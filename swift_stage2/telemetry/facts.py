@@ -291,6 +291,19 @@ class EvaluationFacts(Protocol):
     def counts(self) -> EvaluationCountsFacts: ...
 
 
+class OriginFacts(Protocol):
+    """Where a row stands; without file and line it is in no local JSONL."""
+
+    @property
+    def file(self) -> str | None: ...
+
+    @property
+    def line(self) -> int | None: ...
+
+    @property
+    def images(self) -> Sequence[str | None]: ...
+
+
 class FailureFacts(Protocol):
     """One call that failed; ``num_requests`` is 0 for a probe or an ordered call."""
 

@@ -6,6 +6,7 @@ since the last progress, which tells a slow pipeline from a dead one.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.facts import (
     BatchFacts,
     KeyFacts,
+    OriginFacts,
     PackFacts,
     QualityFacts,
     RolloutFacts,
@@ -29,7 +31,10 @@ from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.run_record import RunRecord
 from swift_stage2.telemetry.spans import Trace
 
+logger = logging.getLogger(__name__)
+
 _CUT_BY_OUR_OWN_STOP = "stopped"
+_MOST_TOLD = 20
 
 
 class PipelineRecorder:
@@ -56,6 +61,7 @@ class PipelineRecorder:
         self._posts_lock = threading.Lock()
         self._now_s = now_s
         self._last_progress_s = now_s()
+        self._num_quarantined = 0
 
     @property
     def progress_s_ago(self) -> float:
@@ -138,11 +144,16 @@ class PipelineRecorder:
         """A segment went stale before it was packed."""
         self._counters.add("segments_dropped_stale")
 
-    def quarantined(self, key: object, reason: str, message: str) -> None:
-        """A sample was given up; ``reason`` is one of ``QUARANTINE_REASONS``."""
+    def quarantined(self, key: object, reason: str, message: str, origin: OriginFacts | None = None) -> None:
+        """A sample was given up; ``reason`` is one of ``QUARANTINE_REASONS``. The first few are logged."""
         self._counters.add(f"samples_quarantined/{reason}")
         self._counters.add("samples_quarantined")
-        self._audit.write("quarantine", sample=key, reason=reason, message=message)
+        place = {"file": origin.file, "line": origin.line, "images": origin.images} if origin else {}
+        self._audit.write("quarantine", sample=key, reason=reason, message=message, **place)
+        self._num_quarantined += 1
+        if self._num_quarantined <= _MOST_TOLD:
+            last = "; the audit holds those to come" if self._num_quarantined == _MOST_TOLD else ""
+            logger.warning("a sample is given up (%s): %s: %s%s", reason, origin or key, message, last)
 
     def _stage(self, name: str, seconds: float) -> None:
         self._counters.add(f"stage_seconds/{name}", max(0.0, seconds))

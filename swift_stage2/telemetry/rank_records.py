@@ -27,6 +27,7 @@ class RankRecords:
     evaluations: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
     matches: list[Record] = field(default_factory=list)
+    quarantines: list[Record] = field(default_factory=list)
     num_lost: int = 0
     """Records that a full disk did not take, and lines that are none."""
     has_ended: bool = False
@@ -48,6 +49,8 @@ class RankRecords:
             case "metrics":
                 self.metrics.append(record)
                 self.has_ended = record["step"] is None
+            case "quarantine":
+                self.quarantines.append(record)
             case "evaluation":
                 self.evaluations.append(record)
             case kind if kind == GAP:
@@ -72,6 +75,7 @@ class RankRecords:
             self.void.append((min(lost), start["time"]))
             self.metrics = [record for record in self.metrics if record["time"] < min(lost)]
             self.evaluations = [record for record in self.evaluations if record["time"] < min(lost)]
+            self.quarantines = [record for record in self.quarantines if record["time"] < min(lost)]
 
 
 def read_ranks(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:

@@ -25,6 +25,7 @@ from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
+from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
@@ -106,7 +107,7 @@ class Recorder:
         self.stale.append(segment)
         self._tell()
 
-    def quarantined(self, key: SampleKey, reason: str, message: str) -> None:
+    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
         self.quarantines.append((key, reason, message))
         self._tell()
 

@@ -118,7 +118,7 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
     packing = report.row("packing_length")
     assert packing["verdict"] == "ok"
     assert "packing_length >= prompt + max_new_tokens: 256 >= " in packing["found"]
-    assert "12 of 12 rows looked at: answers are in the dialect object_list" in report.row("samples")["found"]
+    assert "12 of 12 rows encoded as the model gets them" in report.row("samples")["found"]
     assert "no such" not in report.text
 
 

@@ -174,7 +174,7 @@ class RankEvents:
     def stale_segment(self, segment: Segment) -> None:
         self._ledger.counts["segments stale"] += 1
 
-    def quarantined(self, key: SampleKey, reason: str, message: str) -> None:
+    def quarantined(self, key: SampleKey, reason: str, message: str, origin: object) -> None:
         self._ledger.quarantined(self._rank, key)
 
     def activity(self, name: str) -> AbstractContextManager[None]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+import pytest
+
+from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.telemetry import AuditLog, Counters, PipelineRecorder, Trace
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.audit import read_audit
 from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.run_record import RunRecord
@@ -15,10 +21,12 @@ from swift_stage2.telemetry.run_record import RunRecord
 PATIENCE_S = 10.0
 
 
-def recorder(counters: Counters | None = None, *, trace: bool = False) -> PipelineRecorder:
+def recorder(
+    counters: Counters | None = None, *, trace: bool = False, audit: AuditLog | None = None
+) -> PipelineRecorder:
     log = AuditLog(None)
     return PipelineRecorder(
-        counters or Counters(), log, Ledger(log), RunRecord(log), MatchLog(log, ()), Trace(trace)
+        counters or Counters(), audit or log, Ledger(log), RunRecord(log), MatchLog(log, ()), Trace(trace)
     )
 
 
@@ -66,3 +74,28 @@ def test_a_post_that_outlives_its_batch_changes_nothing() -> None:
     with pipeline.post():
         pipeline.enter(PipelineActivity.IDLE)
     assert pipeline.clock.current is PipelineActivity.IDLE
+
+
+def test_a_sample_given_up_is_told_by_file_line_image_and_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit = AuditLog(tmp_path / "rank0.jsonl")
+    pipeline = recorder(audit=audit)
+    origin = RowOrigin("/data/rows.jsonl", 13, ("/data/a.png",))
+    for _ in range(50):
+        pipeline.quarantined(SampleKey(0, 4, 7), "bad_sample", "a box must lie inside its image", origin)
+    audit.close()
+    records = read_audit(tmp_path / "rank0.jsonl")
+    assert len(records) == 50
+    assert {name: records[0][name] for name in ("file", "line", "images", "message")} == {
+        "file": "/data/rows.jsonl",
+        "line": 13,
+        "images": ["/data/a.png"],
+        "message": "a box must lie inside its image",
+    }
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 20, "the log is not flooded"
+    assert told[0] == (
+        "a sample is given up (bad_sample): /data/rows.jsonl:13, image /data/a.png: a box must lie inside its image"
+    )
+    assert told[-1].endswith("; the audit holds those to come")

@@ -1,0 +1,66 @@
+"""What is wrong with one row, and where it stands. Made by ``row_check`` and ``survey``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Rule(StrEnum):
+    """What a row can break, in the order in which it is told."""
+
+    LINE = "line is a row"
+    OBJECTS = "objects"
+    BOUNDS = "box inside image"
+    IMAGE = "image readable"
+    PROMPT = "prompt"
+    ANSWER = "answer lists its objects"
+    FORMAT = "answers written alike"
+    ROTATED = "EXIF orientation"
+    IMAGES = "one image per row"
+    AREA = "box with an area"
+
+    @property
+    def is_advice(self) -> bool:
+        """Whether such a row trains, if perhaps not as it was meant."""
+        return self in (Rule.ROTATED, Rule.IMAGES, Rule.AREA)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file; lines are counted from 1."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``reason``: the rule, what was got, and the remedy behind the last semicolon. ``image``: as the row names it."""
+
+    place: Place
+    rule: Rule
+    reason: str
+    image: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.reason}"
+        if self.image is not None and self.image not in self.reason:
+            found, mark, remedy = text.rpartition("; ")
+            text = f"{found}, image {self.image}{mark}{remedy}" if mark else f"{text}, image {self.image}"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be printed
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": str(self.place.file),
+            "line": self.place.line,
+            "rule": str(self.rule),
+            "is_advice": self.rule.is_advice,
+            "reason": self.reason,
+            "image": self.image,
+        }

@@ -1,0 +1,44 @@
+"""Which local files the ``swift`` section's data sets are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.config.swift_arguments import named_places
+from swift_stage2.errors import DatasetError
+
+DATASET_ARGUMENTS = ("dataset", "val_dataset")
+_SUFFIX = ".jsonl"
+_FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
+
+
+def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
+    """The JSONL files of each argument, each once.
+
+    Of a file in another format only that it is there: ms-swift would look for it on a hub. Hub ids are its business.
+    Of a folder ms-swift would take what looks like a train split, or end in a traceback.
+
+    Raises:
+        DatasetError: a file is missing, or a folder.
+        ConfigError: an argument is neither a path nor a list of paths.
+    """
+    found: dict[str, list[Path]] = {}
+    for argument in DATASET_ARGUMENTS:
+        files = found[argument] = []
+        for name in named_places(swift_arguments, argument):
+            path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
+            is_local = path.suffix in _FILE_SUFFIXES or name.startswith(("/", "./", "../"))
+            if is_local and not path.exists():
+                raise DatasetError(
+                    f"swift.{argument} must name files that exist, got {argument}={name!r}; correct the path "
+                    f"(relative ones are read from the working directory, {Path.cwd()})"
+                )
+            if path.is_dir():
+                raise DatasetError(
+                    f"swift.{argument} must name files, got {argument}={name!r}, a folder; name the files in it"
+                )
+            if path.suffix == _SUFFIX and path not in files:
+                files.append(path)
+    return found

@@ -1,0 +1,302 @@
+"""Checks one line of a JSONL against every rule and tells every fault, not the first. Knows no other row.
+
+The answer is judged by ``answer_format``, which the run's targets are written by; which dialect it is in, and
+whether other rows write theirs alike, is for ``survey`` to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.dataset.fault import Fault, Place, Rule
+from swift_stage2.dataset.picture import UNREADABLE, Picture
+from swift_stage2.errors import ConfigError, SampleError
+
+LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
+_SHOWN = 80
+_IMAGE_TAG = "<image>"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """What one line is. ``answer_format``: how its answer is written; None of a row whose answer has a fault."""
+
+    faults: tuple[Fault, ...]
+    answer_format: AnswerFormat | None = None
+    num_objects: int = 0
+    num_answer_characters: int = 0
+    image: str | None = None
+    """The first, as the row names it."""
+
+
+def check_line(
+    line: bytes,
+    place: Place,
+    look: Callable[[str], Picture],
+    *,
+    judge_answer: bool = True,
+    needs_objects: bool = True,
+) -> CheckedRow:
+    """``look`` reads an image as ``picture.look_at`` does.
+
+    Without ``judge_answer`` an answer need not list objects; without ``needs_objects`` a row need not have any list
+    of them, and its answer may be anything then.
+    """
+    row = _read(line)
+    if isinstance(row, str):
+        return CheckedRow((Fault(place, Rule.LINE, row),))
+    return _RowCheck(row, place, look, judge_answer, needs_objects).run()
+
+
+def _read(line: bytes) -> Mapping[str, Any] | str:
+    """The row, or what is wrong with its line."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"a line must be UTF-8 text, got a byte that is none: {error}; write the file as UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"every line must be one JSON object: {error}; mend or remove the line"
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        return "a row is an object with messages=[{'role': ..., 'content': ...}, ...]; write it so"
+    last = messages[-1]
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return "the last of a row's messages must be the assistant's, the answer; add it"
+    if not isinstance(last.get("content"), str):
+        return f"an answer must be text, got content={_cut(last.get('content'))}; write it as one text"
+    if any(not isinstance(message, dict) or "content" not in message for message in messages):
+        return "every message must be {'role': ..., 'content': ...}; write it so"
+    return dict(row)
+
+
+class _RowCheck:
+    """One row while it is checked."""
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        place: Place,
+        look: Callable[[str], Picture],
+        judge_answer: bool,
+        needs_objects: bool,
+    ) -> None:
+        self._row = row
+        self._judge_answer = judge_answer
+        self._needs_objects = needs_objects
+        self._place = place
+        self._look = look
+        images = row.get("images") or []
+        self._images: list[Any] = images if isinstance(images, list) else [images]
+        self._faults: list[Fault] = []
+        self._shown_image: str | None = None
+
+    def run(self) -> CheckedRow:
+        pictures = self._read_images()
+        self._check_prompt()
+        answer = self._row["messages"][-1]["content"]
+        if not self._needs_objects and not lists_objects(self._row):
+            if LABEL_MARK in answer or BOX_MARK in answer:
+                self._tell(
+                    Rule.ANSWER,
+                    f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it",
+                )
+            return CheckedRow(tuple(self._faults), None, 0, len(answer))
+        try:
+            labels, boxes = read_ground_truth(self._row)
+        except (SampleError, OverflowError) as error:
+            remedy = "" if "; " in str(error) else "; mend or remove the row"
+            self._tell(Rule.OBJECTS, f"{error}{remedy}")
+            return CheckedRow(tuple(self._faults))
+        self._check_boxes(boxes, pictures)
+        shown = self._read_answer(answer, labels, boxes)
+        return CheckedRow(tuple(self._faults), shown, len(boxes), len(answer), self._shown_image)
+
+    def _read_images(self) -> list[Picture | None]:
+        if len(self._images) != 1:
+            self._tell(
+                Rule.IMAGES,
+                f"a row should have one image, got num_images={len(self._images)}; "
+                + ("name it in images" if not self._images else "make it one row per image"),
+            )
+        return [self._read_image(image) for image in self._images]
+
+    def _read_image(self, image: Any) -> Picture | None:
+        path = image.get("path") if isinstance(image, Mapping) else image
+        if not isinstance(path, str) or not path:
+            self._tell(
+                Rule.IMAGE,
+                f"an image must be the path of a file, got {_cut(image)}; write images=['…/a.png']",
+            )
+            return None
+        self._shown_image = self._shown_image or path
+        try:
+            picture = self._look(path)
+        except UNREADABLE as error:
+            self._tell(
+                Rule.IMAGE,
+                f"an image must be a readable picture, got {path}: {error}; mend the path "
+                "(relative ones are read from the working directory or ROOT_IMAGE_DIR) or the file",
+                path,
+            )
+            return None
+        if picture.orientation != 1:
+            self._tell(
+                Rule.ROTATED,
+                f"an image should carry no EXIF rotation, got orientation={picture.orientation}: boxes are taken on "
+                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; see --apply-exif",
+                path,
+            )
+        return picture
+
+    def _check_prompt(self) -> None:
+        contents = [message["content"] for message in self._row["messages"][:-1]]
+        prompt = [content for content in contents if isinstance(content, str)]
+        if any(mark in text for text in prompt for mark in (LABEL_MARK, BOX_MARK)):
+            self._tell(
+                Rule.PROMPT,
+                f"a prompt must not hold {LABEL_MARK} or {BOX_MARK}; write labels and boxes out",
+            )
+        num_tags = sum(text.count(_IMAGE_TAG) for text in prompt)
+        if num_tags > len(self._images):
+            self._tell(
+                Rule.PROMPT,
+                f"a prompt must not hold more {_IMAGE_TAG} than there are images, got num_tags={num_tags} "
+                f"num_images={len(self._images)}; remove a tag or name the image",
+            )
+
+    def _check_boxes(self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[Picture | None]) -> None:
+        flat = [box for box in boxes if box[0] == box[2] or box[1] == box[3]]
+        if flat:
+            self._tell(
+                Rule.AREA,
+                f"a box should have an area, got bbox={_numbers(flat[0])}"
+                + (f" and {len(flat) - 1} more" if len(flat) > 1 else "")
+                + "; no prediction can match it: mend the annotation",
+            )
+        if self._row["objects"].get("bbox_type", "real") != "real" or not pictures:
+            return
+        for box, number in zip(boxes, self._image_numbers(len(boxes)), strict=True):
+            if not isinstance(number, int) or not 0 <= number < len(pictures):
+                self._tell(
+                    Rule.BOUNDS,
+                    f"objects.image_id must number the row's images from 0, got image_id={_cut(number)} "
+                    f"num_images={len(pictures)}; mend the annotation",
+                )
+            elif (picture := pictures[number]) is not None and not _is_inside(
+                box, picture.width, picture.height
+            ):
+                turned = picture.orientation != 1 and _is_inside(box, *picture.upright_size)
+                self._tell(
+                    Rule.BOUNDS,
+                    f"a box must lie inside its image, got bbox={_numbers(box)} width={picture.width} "
+                    f"height={picture.height}"
+                    + (
+                        f" (it would on the picture turned by its EXIF orientation {picture.orientation})"
+                        if turned
+                        else ""
+                    )
+                    + ("; see --apply-exif upright" if turned else "; mend the annotation"),
+                )
+
+    def _image_numbers(self, num_boxes: int) -> list[Any]:
+        """As ms-swift counts: 0 where nothing is written."""
+        named = self._row["objects"].get("image_id") or []
+        written = list(named)[:num_boxes] if isinstance(named, list) else []
+        return written + [0] * (num_boxes - len(written))
+
+    def _read_answer(
+        self, answer: str, labels: Sequence[str], boxes: Sequence[tuple[float, ...]]
+    ) -> AnswerFormat | None:
+        num_labels, num_boxes = answer.count(LABEL_MARK), answer.count(BOX_MARK)
+        if (num_labels, num_boxes) not in _allowed_marks(len(boxes)):
+            self._tell(
+                Rule.ANSWER,
+                f"an answer must have one {BOX_MARK} and one {LABEL_MARK} per object, or none, got num_bbox="
+                f"{num_boxes} num_ref_object={num_labels} num_objects={len(boxes)}; ms-swift would train the others "
+                "as they stand: mend the answer",
+            )
+            return None
+        if not self._judge_answer:
+            return None
+        as_written = [str(label) for label in self._row["objects"].get("ref") or []]
+        # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
+        stand_ins = [(number, number, number + 1, number + 1) for number in range(len(boxes))]
+        text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
+        truth = list(zip(labels, stand_ins if num_boxes else [None] * len(boxes), strict=True))
+        shown = _read_format(text, truth)
+        if shown is None:
+            self._tell(Rule.ANSWER, _why_no_list(text, labels))
+        return shown
+
+    def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
+        self._faults.append(Fault(self._place, rule, reason, image or self._shown_image))
+
+
+def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:
+    """(labels, boxes): either may be written out instead."""
+    return {(labels, boxes) for labels in (0, num_objects) for boxes in (0, num_objects)}
+
+
+def _read_format(
+    text: str, truth: Sequence[tuple[str, tuple[int, int, int, int] | None]]
+) -> AnswerFormat | None:
+    """How the answer is written, if it lists ``truth`` and nothing else. No text can be read in both dialects.
+
+    A box that the answer writes out itself is None: whether it is right shows with the template only.
+    """
+    for dialect in Dialect:
+        try:
+            shown = read_format(text, dialect)
+        except ConfigError:
+            continue
+        found = parse_rollout(text, dialect)
+        same = len(found.objects) == len(truth) and all(
+            one.label == label and box in (None, one.box)
+            for one, (label, box) in zip(found.objects, truth, strict=True)
+        )
+        return shown if same and not found.dropped else None
+    return None
+
+
+def _why_no_list(text: str, labels: Sequence[str]) -> str:
+    odd = next((label for label in labels if json.dumps(label, ensure_ascii=False)[1:-1] != label), None)
+    if odd is not None:
+        return (
+            "a label must need no escape in JSON, because ms-swift writes it as it stands, got "
+            f"label={odd!r}; take quotes, backslashes and line breaks out of it"
+        )
+    found = max((parse_rollout(text, dialect).objects for dialect in Dialect), key=len)
+    if not found and labels:
+        return (
+            f"an answer must list its objects as JSON, got {_cut(text)}; write "
+            '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, …]'
+        )
+    if [one.label for one in found] != list(labels):
+        return (
+            f"an answer must list the row's objects in their order, got {len(found)} in the answer and "
+            f"{len(labels)} in objects, answer {_cut(text)}; mend the answer or objects"
+        )
+    return (
+        f"an answer must list every object in one way, with nothing but white space and commas between them, got "
+        f"{_cut(text)}; mend the answer"
+    )
+
+
+def _is_inside(box: Sequence[float], width: int, height: int) -> bool:
+    return box[2] <= width and box[3] <= height
+
+
+def _numbers(box: Sequence[float]) -> list[float]:
+    return [round(value, 1) for value in box]
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

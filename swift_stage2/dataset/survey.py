@@ -1,0 +1,207 @@
+"""Checks every row of every file, streamed, and says what was found: all of it counted, the first of each kind kept.
+
+Deterministic: files and lines in their order, no seed. Which format is right is known only at the end: the one that
+most rows have (and a configured dialect, where there is one); rows that contradict it are faults then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+from swift_stage2.channel_b.answer_format import AnswerFormat, join_formats
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.dataset.fault import Fault, Place, Rule
+from swift_stage2.dataset.picture import look_at
+from swift_stage2.dataset.row_check import check_line
+from swift_stage2.errors import DatasetError
+
+MOST_KEPT = 100
+"""Faults of one rule that are kept to be shown; all are counted."""
+_MOST_FORMATS = 1000
+_PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
+
+OnProgress = Callable[[int, int], None]
+"""Told after every row: rows so far, bytes of this file so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The row with the longest answer."""
+
+    place: Place
+    num_characters: int
+    num_objects: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What was found in all files. ``counts`` holds every fault, ``faults`` the first of each rule, in order."""
+
+    files: tuple[Path, ...]
+    num_rows: int
+    num_bad_rows: int
+    counts: Mapping[Rule, int]
+    faults: tuple[Fault, ...]
+    answer_format: AnswerFormat | None
+    longest: Longest | None
+    seconds: float
+
+    @property
+    def num_faults(self) -> int:
+        """Without advice."""
+        return sum(count for rule, count in self.counts.items() if not rule.is_advice)
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
+
+    def of(self, rule: Rule) -> list[Fault]:
+        """Those that were kept."""
+        return [fault for fault in self.faults if fault.rule is rule]
+
+
+def survey(
+    files: Sequence[Path],
+    *,
+    dialect: Dialect | None = None,
+    decode: bool = False,
+    judge_answers: bool = True,
+    needs_objects: bool = True,
+    on_progress: OnProgress = lambda num_rows, num_bytes: None,
+) -> Findings:
+    """Checks all rows of ``files``; ``decode`` reads every image to its last pixel.
+
+    Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects; without
+    ``needs_objects`` a row may have no list of objects.
+
+    Raises:
+        DatasetError: a file cannot be read or holds no rows.
+    """
+    run = _Survey(dialect, decode, judge_answers, needs_objects, on_progress)
+    for file in files:
+        run.read(file)
+    return run.finish(tuple(files))
+
+
+class _Survey:
+    """What is known so far."""
+
+    def __init__(
+        self,
+        dialect: Dialect | None,
+        decode: bool,
+        judge_answers: bool,
+        needs_objects: bool,
+        on_progress: OnProgress,
+    ) -> None:
+        self._dialect = dialect
+        self._check_line = partial(check_line, judge_answer=judge_answers, needs_objects=needs_objects)
+        self._on_progress = on_progress
+        self._look = lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode))
+        self._started_s = time.monotonic()
+        self._num_rows = 0
+        self._num_bad_rows = 0
+        self._counts: Counter[Rule] = Counter()
+        self._kept: dict[Rule, list[Fault]] = defaultdict(list)
+        self._num_written: Counter[AnswerFormat] = Counter()
+        self._num_else_good: Counter[AnswerFormat] = Counter()  # rows with no fault but perhaps this one
+        self._first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = {}
+        self._longest: Longest | None = None
+
+    def read(self, file: Path) -> None:
+        num_before = self._num_rows
+        try:
+            with file.open("rb") as lines:
+                num_bytes = 0
+                for number, line in enumerate(lines, start=1):
+                    num_bytes += len(line)
+                    if line.strip():
+                        self._check(line, Place(file, number))
+                        self._on_progress(self._num_rows, num_bytes)
+        except OSError as error:
+            raise DatasetError(f"a data set must be a readable UTF-8 file, got {file}: {error}") from error
+        if self._num_rows == num_before:
+            raise DatasetError(
+                f"a data set must hold rows, got none in {file}; write one JSON object per line"
+            )
+
+    def _check(self, line: bytes, place: Place) -> None:
+        row = self._check_line(line, place, self._look)
+        self._num_rows += 1
+        is_bad = any(not fault.rule.is_advice for fault in row.faults)
+        self._num_bad_rows += is_bad
+        for fault in row.faults:
+            self._tell(fault)
+        shown = row.answer_format
+        if shown and (shown in self._num_written or len(self._num_written) < _MOST_FORMATS):
+            self._num_written[shown] += 1
+            self._num_else_good[shown] += not is_bad
+            places = self._first_written.setdefault(shown, [])
+            if len(places) < MOST_KEPT:
+                places.append((place, row.image))
+        if self._longest is None or row.num_answer_characters > self._longest.num_characters:
+            self._longest = Longest(place, row.num_answer_characters, row.num_objects)
+
+    def _tell(self, fault: Fault, count: int = 1) -> None:
+        self._counts[fault.rule] += count
+        if len(kept := self._kept[fault.rule]) < MOST_KEPT:
+            kept.append(fault)
+
+    def finish(self, files: tuple[Path, ...]) -> Findings:
+        learned = self._learn_format()
+        return Findings(
+            files=files,
+            num_rows=self._num_rows,
+            num_bad_rows=self._num_bad_rows,
+            counts={rule: self._counts[rule] for rule in Rule if self._counts[rule]},
+            faults=tuple(fault for rule in Rule for fault in self._kept[rule]),
+            answer_format=learned,
+            longest=self._longest,
+            seconds=time.monotonic() - self._started_s,
+        )
+
+    def _learn_format(self) -> AnswerFormat | None:
+        """What most answers are written in; tells of every answer that is written otherwise."""
+        if not self._num_written:
+            return None
+        num_in: Counter[Dialect] = Counter()
+        for shown, count in self._num_written.items():
+            num_in[shown.dialect] += count
+        dialect = self._dialect or num_in.most_common(1)[0][0]
+        learned, others = join_formats(
+            {shown: count for shown, count in self._num_written.items() if shown.dialect is dialect}, dialect
+        )
+        odd = [*others, *(shown for shown in self._num_written if shown.dialect is not dialect)]
+        num_alike = self._num_written.total() - sum(self._num_written[shown] for shown in odd)
+        for shown in odd:
+            self._num_bad_rows += self._num_else_good[shown]
+            places = self._first_written[shown]
+            for place, image in places:
+                self._tell(Fault(place, Rule.FORMAT, self._difference(learned, shown, num_alike), image))
+            self._counts[Rule.FORMAT] += self._num_written[shown] - len(places)
+        self._kept[Rule.FORMAT].sort(key=lambda fault: (fault.place.file, fault.place.line))
+        return learned
+
+    def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
+        if shown.dialect is not learned.dialect and num_alike == 0:
+            return (
+                "an answer must be in the configured dialect, got "
+                f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
+            )
+        return (
+            f"all answers must be written alike, got {_example(shown)!r} where {num_alike:,} rows write "
+            f"{_example(learned)!r}; write it as they do"
+        )
+
+
+def _example(answer_format: AnswerFormat) -> str:
+    """With what the format shows and nothing else."""
+    if "empty" in answer_format.seen and "opener" not in answer_format.seen:
+        return answer_format.write([])
+    objects = [("…", (1, 2, 3, 4))]
+    return answer_format.write(objects * (1 + ("separator" in answer_format.seen)))

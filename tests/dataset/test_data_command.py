@@ -1,0 +1,149 @@
+"""``swift-stage2 data check`` as its users call it: in a process of its own, with its exit status and its words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from row_files import make_image, make_row, write_rows
+
+from swift_stage2.dataset.command import main
+
+PATIENCE_S = 120
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    image = make_image(tmp_path / "a.png")
+    return write_rows(tmp_path / "good.jsonl", [make_row(image)] * 3)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    image = make_image(tmp_path / "b.png")
+    return write_rows(tmp_path / "bad.jsonl", [make_row(image)] * 2 + [make_row(image, answer="A cat.")] * 30)
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "data", "check", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_a_clean_file_ends_with_0_and_a_verdict(good: Path) -> None:
+    done = _run(good)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("3 rows of 1 file(s), every one checked, in ")
+    assert done.stdout.splitlines()[-1].endswith(": no fault")
+
+
+def test_faults_end_with_1_and_are_listed_with_their_number(good: Path, bad: Path) -> None:
+    done = _run(good, bad)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "fault: answer lists its objects: 30 of 35 rows"
+    assert [line.split(": ")[0].strip() for line in lines[1:21]] == [f"{bad}:{line}" for line in range(3, 23)]
+    assert lines[21] == "  … and 10 more"
+    assert lines[-1].endswith(": 30 have faults")
+    assert len(_run(good, bad, "--all").stdout.splitlines()) == len(lines) + 10 - 1
+
+
+def test_advice_alone_ends_with_0(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(make_image(tmp_path / "a.jpg", orientation=8))])
+    done = _run(file)
+    assert done.returncode == 0
+    assert done.stdout.startswith("advice: EXIF orientation: 1 of 1 rows\n")
+    assert f"{file}:1: an image should carry no EXIF rotation, got orientation=8" in done.stdout
+
+
+def test_json_holds_the_same_for_a_script(bad: Path) -> None:
+    done = _run(bad, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == found["exit_status"] == 1
+    assert (found["num_rows"], found["num_bad_rows"]) == (32, 30)
+    assert found["counts"] == {"answer lists its objects": 30}
+    first = found["faults"][0]
+    assert (first["file"], first["line"], first["is_advice"]) == (str(bad), 3, False)
+    assert first["image"].endswith("b.png")
+    assert found["answer_format"]["dialect"] == "object_list"
+    assert found["rows_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: FILE.jsonl"),
+        (["absent.jsonl"], "a data set must be a readable UTF-8 file, got absent.jsonl"),
+        (["/"], "a data set must be a readable UTF-8 file, got /"),
+        (["a.jsonl", "--dialect", "yaml"], "invalid choice: 'yaml'"),
+        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif and --output go together"),
+        (["a.jsonl", "--output", "b.jsonl"], "--apply-exif and --output go together"),
+        (
+            ["a.jsonl", "b.jsonl", "--apply-exif", "stored", "--output", "c.jsonl"],
+            "--apply-exif takes one file",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_used_ends_with_2(arguments: list[str], words: str) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_empty_file_ends_with_2(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    done = _run(tmp_path / "empty.jsonl")
+    assert done.returncode == 2
+    assert "a data set must hold rows" in done.stderr
+
+
+def test_nothing_slow_is_imported(good: Path) -> None:
+    code = (
+        "import sys; from swift_stage2.cli import main; status = main(['data', 'check', sys.argv[1]]);"
+        "print({'torch', 'numpy', 'transformers', 'swift'} & set(sys.modules), status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(good)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "set() 0"
+
+
+def test_apply_exif_writes_a_file_that_is_clean(tmp_path: Path) -> None:
+    image = make_image(tmp_path / "a.jpg", orientation=6)
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[[0, 0, 30, 40]])])
+    assert _run(file).returncode == 1  # the box lies on the upright picture alone
+    output = tmp_path / "new.jsonl"
+    done = _run(file, "--apply-exif", "upright", "--output", output)
+    assert done.returncode == 0
+    assert "1 rows were written with upright images, 1 images anew" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith(": no fault")
+    again = _run(file, "--apply-exif", "upright", "--output", output)
+    assert again.returncode == 2
+    assert "which exists; name another one" in again.stderr
+
+
+def test_a_terminal_shows_how_far_it_is(
+    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["check", str(good)]) == 0
+    assert "3 rows" in capsys.readouterr().err
+
+
+def test_help_tells_the_exit_statuses() -> None:
+    done = _run("--help")
+    assert done.returncode == 0
+    assert "exit status: 0 no fault, 1 faults found, 2 the call cannot be used" in done.stdout

@@ -1,0 +1,140 @@
+"""After ``--apply-exif`` no tag decides what a box means: the box shows the same pixels as before, on any viewer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from row_files import ANSWER, make_image, make_row, write_rows
+
+from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
+from swift_stage2.dataset.picture import look_at
+from swift_stage2.dataset.survey import survey
+from swift_stage2.errors import DatasetError, UserError
+
+BOX = (3, 5, 21, 11)
+WHITE = 255
+
+
+def _marked_image(path: Path, orientation: int) -> str:
+    """Black, but for the box as stored."""
+    pixels = np.zeros((30, 40, 3), np.uint8)
+    pixels[BOX[1] : BOX[3], BOX[0] : BOX[2]] = WHITE
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(path, exif=exif.tobytes(), quality=100, subsampling=0)
+    return str(path)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open(encoding="utf-8")]
+
+
+def _white_box(image: Image.Image) -> tuple[int, int, int, int] | None:
+    return image.convert("L").point(lambda value: WHITE * (value > WHITE // 2)).getbbox()
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_boxes_on_the_stored_picture_turn_with_it(tmp_path: Path, orientation: int, suffix: str) -> None:
+    image = _marked_image(tmp_path / f"a.{suffix}", orientation)
+    source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[BOX])])
+    output = tmp_path / "new.jsonl"
+    apply_orientation(source, output, DrawnOn.STORED)
+    (row,) = _rows(output)
+    with Image.open(row["images"][0]) as written, Image.open(image) as stored:
+        assert written.getexif().get(0x0112) is None
+        assert _white_box(written) == tuple(row["objects"]["bbox"][0])
+        upright = ImageOps.exif_transpose(stored)
+        assert written.tobytes() == upright.convert("RGB").tobytes()
+    assert survey([output]).counts == {}
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_boxes_on_the_upright_picture_stay(tmp_path: Path, orientation: int) -> None:
+    image = _marked_image(tmp_path / "a.png", orientation)
+    with Image.open(image) as stored:
+        seen = _white_box(ImageOps.exif_transpose(stored))
+    assert seen is not None
+    source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[seen])])
+    apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    (row,) = _rows(tmp_path / "new.jsonl")
+    assert tuple(row["objects"]["bbox"][0]) == seen
+    with Image.open(row["images"][0]) as written:
+        assert _white_box(written) == seen
+
+
+def test_shares_and_images_by_number_turn_as_well(tmp_path: Path) -> None:
+    upright, turned = make_image(tmp_path / "a.png"), make_image(tmp_path / "b.jpg", orientation=6)
+    rows = [
+        make_row(turned, boxes=[[0.1, 0.2, 0.3, 0.6]], bbox_type="norm1"),
+        make_row(
+            [upright, turned],
+            answer=f"[{ANSWER[1:-1]}, {ANSWER[1:-1]}]",
+            labels=["a", "b"],
+            boxes=[[1, 2, 3, 4], [1, 2, 3, 4]],
+            image_id=[0, 1],
+        ),
+    ]
+    apply_orientation(write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "new.jsonl", DrawnOn.STORED)
+    shares, numbered = _rows(tmp_path / "new.jsonl")
+    assert shares["objects"]["bbox"] == [[pytest.approx(0.4), 0.1, pytest.approx(0.8), 0.3]]
+    assert numbered["objects"]["bbox"] == [[1, 2, 3, 4], [30 - 4, 1, 30 - 2, 3]]
+    assert numbered["images"][0] == upright
+    assert numbered["images"][1] == shares["images"][0]
+
+
+def test_lines_without_a_turned_image_are_copied_byte_by_byte(tmp_path: Path) -> None:
+    image = make_image(tmp_path / "a.png")
+    odd = [
+        "{",
+        "",
+        '{"images":   ["' + image + '"], "é": "\\u00e9"}',
+        "[1]",
+        '{"images": ["/nowhere.png", 7]}',
+    ]
+    source = write_rows(tmp_path / "rows.jsonl", odd)
+    done = apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    assert (tmp_path / "new.jsonl").read_bytes() == source.read_bytes()
+    assert done.num_rows == 0
+    assert not (tmp_path / "new-images").exists()
+
+
+def test_nothing_that_exists_is_written_over(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [make_row(make_image(tmp_path / "a.jpg", orientation=3))])
+    before = source.read_bytes()
+    with pytest.raises(UserError, match=r"which exists; name another one"):
+        apply_orientation(source, source, DrawnOn.UPRIGHT)
+    (tmp_path / "new-images").mkdir()
+    with pytest.raises(UserError, match=r"new-images, which exists"):
+        apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    assert source.read_bytes() == before
+    with pytest.raises(DatasetError, match="must be a readable UTF-8 file"):
+        apply_orientation(tmp_path / "absent.jsonl", tmp_path / "other.jsonl", DrawnOn.UPRIGHT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "new-images", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_stored_size_is_told_with_the_upright_one(tmp_path: Path, orientation: int) -> None:
+    for suffix in ("png", "jpg", "webp"):
+        path = make_image(tmp_path / f"a.{suffix}", orientation=orientation)
+        picture = look_at(path)
+        assert (picture.width, picture.height, picture.orientation) == (40, 30, orientation)
+        with Image.open(path) as stored:
+            assert ImageOps.exif_transpose(stored).size == picture.upright_size
+
+
+def test_a_tiff_is_turned_by_whoever_opens_it(tmp_path: Path) -> None:
+    picture = look_at(make_image(tmp_path / "a.tif", orientation=6))
+    assert (picture.width, picture.height, picture.orientation) == (30, 40, 1)
+
+
+def test_a_damaged_tag_turns_nothing(tmp_path: Path) -> None:
+    path = Path(make_image(tmp_path / "a.jpg", orientation=6))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"Exif\0\0MM", b"Exif\0\0ZZ").replace(b"Exif\0\0II", b"Exif\0\0ZZ"))
+    assert look_at(str(path)).orientation == 1

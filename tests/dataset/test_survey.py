@@ -1,0 +1,225 @@
+"""Every row is looked at, and whatever ms-swift would train otherwise than meant is told with file and line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from row_files import ANSWER, make_image, make_row, write_rows
+
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.dataset.fault import Rule
+from swift_stage2.dataset.survey import MOST_KEPT, survey
+
+NUM_GOOD = 12
+MAP_ANSWER = '{"object_1": {"desc": "<ref-object>", "bbox_2d": <bbox>}}'
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    return make_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "words"),
+    [
+        ({"answer": "There is a cat."}, Rule.ANSWER, "must list its objects as JSON, got 'There is a cat.'"),
+        ({"answer": ANSWER + ANSWER}, Rule.ANSWER, "num_bbox=2 num_ref_object=2 num_objects=1"),
+        ({"answer": "[]"}, Rule.ANSWER, "must list its objects as JSON, got '[]'"),
+        ({"labels": ['say "cat"']}, Rule.ANSWER, "label='say \"cat\"', image"),
+        ({"labels": ["a\nb"]}, Rule.ANSWER, "label='a\\nb', image"),
+        ({"labels": ["a\\b"]}, Rule.ANSWER, "take quotes, backslashes"),
+        (
+            {"answer": '[{"bbox_2d": <bbox>, "label": "<ref-object>", "score": 1}]'},
+            Rule.ANSWER,
+            "must list its objects as JSON",
+        ),
+        ({"answer": ANSWER.replace("<ref-object>", "dog")}, Rule.ANSWER, "objects in their order"),
+        ({"answer": f"```json\n{ANSWER}\n```"}, Rule.FORMAT, 'where 12 rows write \'[{"bbox_2d"'),
+        ({"answer": '[{"label": "<ref-object>", "bbox_2d": <bbox>}]'}, Rule.FORMAT, "written alike"),
+        ({"answer": MAP_ANSWER}, Rule.FORMAT, '\'{"object_1": {"desc": '),
+        ({"prompt": "<image>Where is <ref-object>?"}, Rule.PROMPT, "must not hold <ref-object>"),
+        ({"prompt": "<image><image>Detect."}, Rule.PROMPT, "num_tags=2 num_images=1"),
+        ({"boxes": [[1, 2, 400, 20]]}, Rule.BOUNDS, "bbox=[1.0, 2.0, 400.0, 20.0] width=40 height=30"),
+        ({"image_id": [1]}, Rule.BOUNDS, "image_id=1 num_images=1"),
+        ({"boxes": [[1e400, 2, 3, 4]]}, Rule.OBJECTS, "0 <= x1 <= x2"),
+        ({"boxes": [[3, 3, 3, 10]]}, Rule.AREA, "a box should have an area, got bbox=[3.0, 3.0, 3.0, 10.0]"),
+    ],
+)
+def test_one_bad_row_among_good_ones_is_told_wherever_it_stands(
+    tmp_path: Path, image: str, changes: dict[str, Any], rule: Rule, words: str
+) -> None:
+    for place in (1, 7, NUM_GOOD + 1):
+        rows = [make_row(image) for _ in range(NUM_GOOD)]
+        rows.insert(place - 1, make_row(image, **changes))
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        found = survey([file])
+        assert dict(found.counts) == {rule: 1}
+        (fault,) = found.faults
+        assert str(fault).startswith(f"{file}:{place}: ")
+        assert words in str(fault)
+        assert image in str(fault)
+        assert found.num_rows == NUM_GOOD + 1
+        assert found.num_bad_rows == (0 if rule.is_advice else 1)
+
+
+def test_all_faults_of_all_files_are_listed_at_once(tmp_path: Path, image: str) -> None:
+    first = write_rows(tmp_path / "a.jsonl", [make_row(image), "{", make_row("/nowhere.png")])
+    second = write_rows(
+        tmp_path / "b.jsonl", [make_row(image), make_row(image, answer="no", boxes=[[0, 0, 99, 9]])]
+    )
+    found = survey([first, second])
+    assert [(fault.place.file, fault.place.line, fault.rule) for fault in found.faults] == [
+        (first, 2, Rule.LINE),
+        (second, 2, Rule.BOUNDS),
+        (first, 3, Rule.IMAGE),
+        (second, 2, Rule.ANSWER),
+    ]
+    assert found.num_bad_rows == 3
+
+
+def test_what_is_found_depends_on_the_rows_alone(tmp_path: Path, image: str) -> None:
+    rows = [make_row(image) for _ in range(20)]
+    rows += [make_row(image, answer="no"), make_row(image, answer=MAP_ANSWER)]
+    told = set()
+    for seed in range(5):
+        random.Random(seed).shuffle(rows)
+        found = survey([write_rows(tmp_path / "rows.jsonl", rows)])
+        told.add(tuple(sorted(fault.reason for fault in found.faults)))
+        assert [json.loads(line) for line in (tmp_path / "rows.jsonl").open()] == rows
+    assert len(told) == 1
+
+
+def test_faults_are_counted_beyond_those_kept(tmp_path: Path, image: str) -> None:
+    num = MOST_KEPT + 50
+    found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(image, answer="no")] * num)])
+    assert found.counts[Rule.ANSWER] == num == found.num_bad_rows
+    assert len(found.faults) == MOST_KEPT
+    rows = [make_row(image)] * (2 * num) + [make_row(image, answer=MAP_ANSWER)] * num
+    found = survey([write_rows(tmp_path / "rows.jsonl", rows)])
+    assert found.counts[Rule.FORMAT] == num == found.num_bad_rows
+    assert [fault.place.line for fault in found.faults] == list(range(2 * num + 1, 2 * num + 1 + MOST_KEPT))
+
+
+def test_a_configured_dialect_decides_whatever_most_rows_write(tmp_path: Path, image: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, answer=MAP_ANSWER)] * 3)
+    assert survey([file]).num_faults == 0
+    assert survey([file], dialect=Dialect.OBJECT_MAP).num_faults == 0
+    found = survey([file], dialect=Dialect.OBJECT_LIST)
+    assert found.counts == {Rule.FORMAT: 3}
+    assert "dialect=object_map, stage2_ab.channel_b.target.dialect=object_list" in found.faults[0].reason
+
+
+def test_answers_may_be_anything_where_channel_a_trains_alone_but_for_their_placeholders(
+    tmp_path: Path, image: str
+) -> None:
+    rows = [make_row(image, answer="A cat at <bbox>."), make_row(image, answer="A cat at <bbox> and <bbox>.")]
+    found = survey([write_rows(tmp_path / "rows.jsonl", rows)], judge_answers=False)
+    assert [(fault.place.line, fault.rule) for fault in found.faults] == [(2, Rule.ANSWER)]
+
+
+def test_rows_without_objects_are_refused_unless_they_are_allowed(tmp_path: Path, image: str) -> None:
+    bare = {name: value for name, value in make_row(image, answer="A cat.").items() if name != "objects"}
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image), bare])
+    assert survey([file]).counts == {Rule.OBJECTS: 1}
+    assert survey([file], needs_objects=False).num_faults == 0
+    spoilt = {**bare, "messages": make_row(image)["messages"]}
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image), spoilt])
+    assert survey([file], needs_objects=False).counts == {Rule.ANSWER: 1}
+
+
+def test_written_out_boxes_are_left_to_the_template(tmp_path: Path, image: str) -> None:
+    row = make_row(image, answer='[{"bbox_2d": [25, 66, 750, 666], "label": "cat"}]')
+    assert survey([write_rows(tmp_path / "rows.jsonl", [row])]).num_faults == 0
+
+
+def test_no_image_and_two_images_are_told(tmp_path: Path, image: str) -> None:
+    other = make_image(tmp_path / "wide.png", (80, 30))
+    rows = [
+        make_row([], prompt="Detect."),
+        make_row([image, other], prompt="<image><image>Detect.", boxes=[[50, 0, 70, 20]], image_id=[1]),
+        make_row([image, other], prompt="<image><image>Detect.", boxes=[[50, 0, 70, 20]]),
+    ]
+    found = survey([write_rows(tmp_path / "rows.jsonl", rows)])
+    assert [(fault.place.line, fault.rule) for fault in found.faults] == [
+        (3, Rule.BOUNDS),
+        (1, Rule.IMAGES),
+        (2, Rule.IMAGES),
+        (3, Rule.IMAGES),
+    ]
+    assert "num_images=0" in found.faults[1].reason
+    assert "num_images=2" in found.faults[2].reason
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "gif", "tif"])
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+def test_a_picture_that_is_not_all_there_is_told(tmp_path: Path, suffix: str, share: float) -> None:
+    whole = Path(make_image(tmp_path / f"whole.{suffix}", (200, 160))).read_bytes()
+    cut = tmp_path / f"cut.{suffix}"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(str(cut))])])
+    assert found.counts == ({} if share == 1 else {Rule.IMAGE: 1})
+
+
+def test_damage_in_the_middle_shows_once_everything_is_decoded(tmp_path: Path) -> None:
+    content = bytearray(Path(make_image(tmp_path / "a.png", (200, 160))).read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / "a.png").write_bytes(content)
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(str(tmp_path / "a.png"))])
+    assert survey([file]).num_faults == 0
+    assert survey([file], decode=True).counts == {Rule.IMAGE: 1}
+
+
+def test_a_rotated_picture_is_told_and_its_boxes_are_on_the_stored_one(tmp_path: Path) -> None:
+    image = make_image(tmp_path / "a.jpg", orientation=6)
+    file = write_rows(
+        tmp_path / "rows.jsonl",
+        [make_row(image, boxes=[[0, 0, 40, 30]]), make_row(image, boxes=[[0, 0, 30, 40]])],
+    )
+    found = survey([file])
+    assert found.counts == {Rule.BOUNDS: 1, Rule.ROTATED: 2}
+    bounds, first, _ = found.faults
+    assert bounds.place.line == 2
+    assert "it would on the picture turned by its EXIF orientation 6" in bounds.reason
+    assert f"{file}:1: an image should carry no EXIF rotation, got orientation=6" in str(first)
+
+
+def test_the_longest_answer_is_named(tmp_path: Path, image: str) -> None:
+    many = ", ".join(['{"bbox_2d": <bbox>, "label": "<ref-object>"}'] * 5)
+    long = make_row(image, answer=f"[{many}]", labels=["cat"] * 5, boxes=[[1, 2, 3, 4]] * 5)
+    found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(image), long, make_row(image)])])
+    assert found.longest is not None
+    assert (found.longest.place.line, found.longest.num_objects) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"messages": [{"role": "assistant", "content": null}]}',
+        '{"messages": [{"role": "assistant", "content": 7}]}',
+        '{"messages": [7, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "assistant", "content": "x"}], "images": {"path": 7}, "objects": 7}',
+        '{"messages": [{"role": "assistant", "content": "x"}], "images": [[]], "objects": {"ref": 7, "bbox": 7}}',
+        '{"messages": [{"role": "assistant", "content": "x"}], "objects": {"ref": ["a"], "bbox": [[1, 2, 3, 1'
+        + "0" * 400
+        + "]]}}",
+        '{"messages": [{"role": "assistant", "content": "\\ud800"}], '
+        '"objects": {"ref": ["\\ud800"], "bbox": [[1, 2, 3, 4]]}}',
+        '{"messages": [{"role": "assistant", "content": "<bbox>"}], "images": "\\u0000", '
+        '"objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]], "image_id": "x"}}',
+        '{"messages": [{"role": "assistant", "content": "x"}], '
+        '"objects": {"ref": [[]], "bbox": [["a", {}, null, 1]], "bbox_type": []}}',
+    ],
+)
+def test_no_line_ends_the_survey(tmp_path: Path, image: str, line: str) -> None:
+    found = survey([write_rows(tmp_path / "rows.jsonl", [line, make_row(image)])])
+    assert found.num_rows == 2
+    assert found.num_bad_rows == 1
+    for fault in found.faults:
+        assert fault.place.line == 1
+        str(fault).encode()

@@ -1,0 +1,137 @@
+"""Measured lengths are those of the real template, for every row, whatever its prompt and the size of its image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from real_model import make_encoder, make_template, sample_of
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.row_lengths import Excess, RowLengths, measure_lengths
+
+OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+
+
+@pytest.fixture
+def encoder() -> Encoder:
+    return make_encoder(packing_length=100_000)
+
+
+@pytest.fixture
+def mixed_rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Several sizes, prompts and numbers of objects."""
+    rows = []
+    sizes = [(150, 100), (300, 200), (28, 28), (97, 411), (640, 480)]
+    prompts = [
+        "<image>Detect all objects.",
+        "<image>Where are cats?\nList them.",
+        "Look: <image> What is there?",
+    ]
+    for number in range(15):
+        size = sizes[number % 5]
+        path = tmp_path / f"{number}.png"
+        Image.new("RGB", size).save(path)
+        count = 1 + number % 4 * (number + 1)
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": prompts[number % 3]},
+                    {"role": "assistant", "content": f"[{', '.join([OBJECT] * count)}]"},
+                ],
+                "images": [str(path)],
+                "objects": {"ref": ["red circle"] * count, "bbox": [[0, 1, size[0] // 2, size[1]]] * count},
+            }
+        )
+    return rows
+
+
+def _config(tmp_path: Path, packing_length: int, max_new_tokens: int) -> Stage2Config:
+    path = tmp_path / "config.yaml"
+    content = {
+        "stage2_ab": {
+            "schedule": {"b_ratio": 0.5},
+            "channel_b": {"packing": {"packing_length": packing_length}},
+        },
+        "rollout": {
+            "servers": [{"base_url": "http://127.0.0.1:9", "group_port": 51216}],
+            "decoding": {"max_new_tokens": max_new_tokens},
+        },
+    }
+    path.write_text(yaml.safe_dump(content))
+    return load_config(path)
+
+
+def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[int, int]]:
+    """(prompt, answer) of each row, as channel A encodes the whole of it."""
+    template = make_template()
+    found = []
+    for row in rows:
+        whole = len(template.encode(json.loads(json.dumps(row)))["input_ids"])
+        prompt = len(encoder.encode_prompt(sample_of(row)).token_ids)
+        found.append((prompt, whole - prompt))
+    return found
+
+
+def test_every_row_is_as_long_as_the_template_makes_it(
+    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+) -> None:
+    expected = _true_lengths(mixed_rows, encoder)
+    for number, (prompt, answer) in enumerate(expected):
+        lengths = measure_lengths(
+            _config(tmp_path, 4096, 512), mixed_rows, range(number + 1), encoder, RowOrigins()
+        )
+        assert lengths.segments.longest == max(sum(each) for each in expected[: number + 1])
+        assert lengths.answers.longest == max(each[1] for each in expected[: number + 1])
+        assert prompt + answer <= lengths.segments.longest
+
+
+def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
+    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in mixed_rows) + "\n")
+    expected = _true_lengths(mixed_rows, encoder)
+    totals, answers = [sum(each) for each in expected], [answer for _, answer in expected]
+    packing, new = sorted(totals)[9], sorted(answers)[11]
+    config = _config(tmp_path, packing, new)
+    origins = RowOrigins([file])
+    lengths = measure_lengths(config, mixed_rows, range(15), encoder, origins)
+    assert (lengths.num_rows, lengths.segments.num_rows) == (15, sum(total > packing for total in totals))
+    assert lengths.answers.num_rows == sum(answer > new for answer in answers)
+    longest = totals.index(max(totals))
+    assert lengths.segments.place.startswith(f"{file}:{longest + 1}, image ")
+    (segments, write_packing), (too_long, write_new) = lengths.troubles
+    assert f"{lengths.segments.num_rows} of 15 rows can never be trained on channel B" in segments
+    assert f"packing_length {packing}, the longest {max(totals)} tokens ({file}:{longest + 1}" in segments
+    assert f"packing_length: {max(totals)} or more" in write_packing
+    assert f"longer than max_new_tokens {new}" in too_long
+    assert f"max_new_tokens: {max(answers)} or more" in write_new
+    # Ranks measure their shares and join them.
+    parts = [
+        RowLengths.from_note(
+            measure_lengths(config, mixed_rows, range(rank, 15, 3), encoder, origins).to_note()
+        )
+        for rank in range(3)
+    ]
+    assert parts[0].merged(parts[1]).merged(parts[2]) == lengths
+
+
+def test_a_row_that_cannot_be_read_is_left_out(
+    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+) -> None:
+    rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
+    lengths = measure_lengths(_config(tmp_path, 4096, 512), rows, range(3), encoder, RowOrigins())
+    assert lengths.num_rows == 1
+    assert lengths.troubles == []
+
+
+def test_nothing_measured_is_no_trouble() -> None:
+    empty = RowLengths(0, Excess(10, 0, 0, ""), Excess(5, 0, 0, ""))
+    assert empty.troubles == []
