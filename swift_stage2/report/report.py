@@ -47,7 +47,7 @@ class Report:
 
 def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
     """Computes the whole report; opens at most ``gallery_size`` images."""
-    account = account_of(run.ledgers) if run.ledgers else None
+    account = account_of(run.ledgers, run.witnesses) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
     summary = summary_of(run.ranks)
     works, course, knobs = works_of(run), course_of(run, summary), knobs_of(run)
@@ -66,7 +66,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         drift_section(run, matches),
         selection_section(comparisons),
         fill_section(run),
-        with_quarantines(ledger_section(account, run.wanted_b), run.ranks),
+        with_quarantines(ledger_section(account, had_no_b=run.had_no_b), run.ranks),
         _gallery_section(gallery, matches, num_odd),
     )
     return Report(
@@ -77,7 +77,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         account=account,
         comparisons=comparisons,
         speed=speed if isinstance(speed, Speed) else None,
-        is_balanced=account.is_balanced if account else not run.wanted_b,
+        is_balanced=account.is_balanced if account else run.had_no_b,
     )
 
 

@@ -8,9 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.telemetry.audit import Record
+from swift_stage2.report.one_run import read_checkpoints, refuse_unrelated
+from swift_stage2.telemetry.audit import GAP, Record
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import effective_histories
+from swift_stage2.telemetry.ledger_witnesses import Checkpoint, Witness
 from swift_stage2.telemetry.rank_records import RankRecords, rank_files, read_files, read_ranks
 
 
@@ -25,6 +27,8 @@ class RunData:
     """As they were written; empty without channel B."""
     histories: Mapping[int, tuple[Record, ...]]
     """By rank, what counts of its ledger."""
+    checkpoints: Mapping[int, Sequence[Checkpoint]]
+    """By rank, those that lie in the directories."""
 
     @property
     def first(self) -> RankRecords | None:
@@ -48,15 +52,45 @@ class RunData:
     @property
     def wanted_b(self) -> bool:
         """Whether any step wanted channel B."""
-        return self.first is not None and any(step["wants_b"] for step in self.first.steps.values())
+        return any(step["wants_b"] for records in self.ranks for step in records.steps.values())
+
+    @property
+    def had_no_b(self) -> bool:
+        """Whether it is known that no sample of channel B was drawn: every rank tells of itself and lost nothing."""
+        return bool(self.ranks) and all(
+            records.starts
+            and not records.num_lost
+            and not any(step["wants_b"] for step in records.steps.values())
+            and not (records.steps and any(start.get("queue_limit") for start in records.starts))
+            for records in self.ranks
+        )
+
+    @property
+    def witnesses(self) -> dict[int, Witness]:
+        """By rank, what else tells of what its ledger must hold."""
+        found = {
+            records.rank: Witness(
+                {
+                    (number, pack["pack_id"])
+                    for number, step in records.steps.items()
+                    for pack in step["packs"]
+                },
+                records.ended_run,
+            )
+            for records in self.ranks
+        }
+        for rank, checkpoints in self.checkpoints.items():
+            found.setdefault(rank, Witness()).checkpoints.extend(checkpoints)
+        return found
 
 
 def read_run(run_dirs: Sequence[Path]) -> RunData:
     """Everything under these directories.
 
     Raises:
-        UserError: there is neither a ledger nor an audit, or a file cannot be read.
+        UserError: there is neither a ledger nor an audit, a file cannot be read, or these are several runs.
     """
+    refuse_unrelated(run_dirs)
     ranks = _with_matches(run_dirs)
     # A directory without an audit is asked for its ledger too, so that what it lacks is told.
     asked = [
@@ -69,6 +103,7 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         ledgers=ledgers,
         histories={rank: tuple(chain.from_iterable(parts)) for rank, parts in histories.items()},
+        checkpoints=read_checkpoints(run_dirs),
     )
 
 
@@ -77,6 +112,6 @@ def _with_matches(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:
     for rank, records, _ in read_files(run_dirs, "matches"):
         found = ranks.setdefault(rank, RankRecords(rank))
         found.matches.extend(
-            record for record in records if record["kind"] == "match" and not found.is_void(record["time"])
+            record for record in records if record["kind"] != GAP and not found.is_void(record.get("time"))
         )
     return ranks

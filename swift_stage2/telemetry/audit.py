@@ -2,14 +2,18 @@
 
 A record is one ``write`` of one whole line; a process killed in the middle leaves a torn line, which the
 reader drops and the next writer steps over. A full disk loses records, never the run: the next record that
-fits is preceded by one that says how many are missing.
+fits is preceded by one that says how many are missing. Where none fits any more, that stands in a line for which room
+was taken beside the first record: overwriting needs none.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +23,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.whole_file import flush_directory
 
 Record = dict[str, Any]
 GAP = "gap"
+_ROOM_WIDTH = 12  # digits of a number of lost records
+_ROOM = re.compile(rb'"records_lost":([0-9 ]{%d})}\n' % _ROOM_WIDTH)
 
 
 def audit_path(run_dir: Path, rank: int) -> Path:
@@ -43,7 +50,11 @@ class AuditLog:
         warning: StorageWarning | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``path`` None keeps nothing. Every record carries ``kind``, ``time`` (Unix seconds) and ``rank``."""
+        """``path`` None keeps nothing.
+
+        Every record carries ``kind``, ``time`` (Unix seconds), ``rank`` and ``sequence``: how many this log was told
+        before, so that one that is missing shows.
+        """
         self._path = path
         self._rank = rank
         self._warning = warning or StorageWarning()
@@ -51,7 +62,11 @@ class AuditLog:
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._mid_line = False
+        self._num_told = 0
         self._num_lost = 0
+        self._room: int | None = None  # where in the file the number of lost records can always be written
+        self._has_own_room = False
+        self._name_is_flushed = False
         self._closed = path is None
         self.num_bytes = 0
         """That this log has written."""
@@ -63,14 +78,18 @@ class AuditLog:
         with self._lock:
             if self._closed:
                 return
+            sequence, self._num_told = self._num_told, self._num_told + 1
+            head = {"time": self._now(), "rank": self._rank}
             try:
                 if self._num_lost:
-                    self._append(self._line(GAP, {"records_lost": self._num_lost}))
+                    self._append(_line(GAP, {**head, "records_lost": self._num_lost}), head)
                     self._num_lost = 0
-                self._append(self._line(kind, values))
+                    self._mark_loss()
+                self._append(_line(kind, {**head, "sequence": sequence, **values}), head)
             except OSError as error:
                 self._num_lost += 1
                 self._warning.report(self._path, error)
+                self._mark_loss()
 
     def flush_to_disk(self) -> None:
         """Make what was written outlast the machine's end."""
@@ -79,6 +98,9 @@ class AuditLog:
                 return
             try:
                 os.fsync(self._descriptor)
+                if not self._name_is_flushed and self._path is not None:
+                    flush_directory(self._path.parent)
+                    self._name_is_flushed = True
             except OSError as error:
                 self._warning.report(self._path, error)
 
@@ -94,22 +116,34 @@ class AuditLog:
             except OSError as error:
                 self._warning.report(self._path, error)
 
-    def _line(self, kind: str, values: Mapping[str, Any]) -> bytes:
-        record = {"kind": kind, "time": self._now(), "rank": self._rank, **values}
-        try:
-            text = _ENCODER.encode(record)
-        except (TypeError, ValueError):  # odd keys, numbers that are not finite
-            text = _ENCODER.encode(to_json(record))
-        return text.encode() + b"\n"
-
-    def _append(self, line: bytes) -> None:
+    def _append(self, line: bytes, head: Mapping[str, Any]) -> None:
         descriptor = self._open()
+        takes_room = not self._has_own_room and stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if takes_room:
+            room = _line(GAP, {**head, "records_lost": 0})
+            line += room.replace(b"0}", b"0".ljust(_ROOM_WIDTH) + b"}")
         rest = b"\n" + line if self._mid_line else line
         while rest:
             written = AuditLog.put(descriptor, rest)
             self.num_bytes += written
             rest = rest[written:]
             self._mid_line = bool(rest)
+        if takes_room:
+            self._room = os.fstat(descriptor).st_size - _ROOM_WIDTH - len(b"}\n")
+            self._has_own_room = True
+
+    def _mark_loss(self) -> None:
+        """Writes into the room that was taken at the beginning how many records are lost."""
+        try:
+            if self._path is None or not self._path.is_file() or not self._path.stat().st_size:
+                return
+            with self._path.open("r+b", buffering=0) as file:  # a descriptor that appends cannot overwrite
+                if self._room is None:
+                    self._room = _last_room(file.fileno())
+                if self._room is not None:
+                    os.pwrite(file.fileno(), b"%-*d" % (_ROOM_WIDTH, self._num_lost), self._room)
+        except OSError as error:
+            self._warning.report(self._path, error)
 
     def _open(self) -> int:
         if self._descriptor is None:
@@ -117,7 +151,7 @@ class AuditLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._mid_line = _ends_mid_line(self._path)
             self._descriptor = os.open(
-                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
         return self._descriptor
 
@@ -143,19 +177,25 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     num_unreadable = 0
     with path.open("rb") as file:
         for line in file:
-            if (record := _record(line)) is not None:
+            if (record := record_of(line)) is None:
+                num_unreadable += line.endswith(b"\n")
+            elif not is_empty_gap(record):
                 records.append(record)
-            elif line.endswith(b"\n"):
-                num_unreadable += 1
     return records, num_unreadable
 
 
-def _record(line: bytes) -> Record | None:
+def record_of(line: bytes) -> Record | None:
+    """The record that a line holds; None if it holds none."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "kind" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+def is_empty_gap(record: Record) -> bool:
+    """Whether it is the room for a number of lost records, and none is lost."""
+    return record["kind"] == GAP and record.get("records_lost") == 0
 
 
 def to_json(value: Any) -> Any:
@@ -177,6 +217,22 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _last_room(descriptor: int) -> int | None:
+    """The room of the process before, for one that was refused its own."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        rooms = [found.start(1) for found in _ROOM.finditer(content)]
+    return rooms[-1] if rooms else None
+
+
+def _line(kind: str, values: Mapping[str, Any]) -> bytes:
+    record = {"kind": kind, **values}
+    try:
+        text = _ENCODER.encode(record)
+    except (TypeError, ValueError):  # odd keys, numbers that are not finite
+        text = _ENCODER.encode(to_json(record))
+    return text.encode() + b"\n"
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=to_json)

@@ -211,9 +211,9 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
+        self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
         self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
         self.audit.close()
-        self.ledger.close()
         self.record.close()
         self.matches.close()
         if self._board is not None:

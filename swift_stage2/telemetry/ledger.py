@@ -7,15 +7,15 @@ checkpoint's state agree exactly. Read by ``ledger_account``; ``docs/design/ledg
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.audit import GAP, AuditLog, Record
+from swift_stage2.telemetry.audit import GAP, AuditLog, Record, is_empty_gap, record_of
 from swift_stage2.telemetry.facts import KeyFacts, PackFacts, SegmentFacts
+from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
 
 
 class Entry(StrEnum):
@@ -40,11 +40,12 @@ class Entry(StrEnum):
     QUARANTINED = "quarantined"
     CHECKPOINT = "checkpoint"
     """``state`` is the source's, as the checkpoint ``save_id`` before ``step`` holds it."""
+    END = "end"
+    """The process ended in order; it writes nothing after this."""
     TORN = "torn"
     """Never written: what the reader puts in the place of a line that its process did not come to finish."""
 
 
-_KNOWN_KINDS = {*Entry, GAP}
 _HEAD = b'{"kind":"'  # of every record
 
 
@@ -58,6 +59,7 @@ class Ledger:
 
     def __init__(self, log: AuditLog) -> None:
         self._log = log
+        self._has_started = False
 
     def start(
         self,
@@ -70,6 +72,7 @@ class Ledger:
         state: Mapping[str, Any],
     ) -> None:
         """A process begins; called before anything is drawn. ``save_id`` names the checkpoint it resumes."""
+        self._has_started = True
         self._log.write(
             Entry.START,
             run_id=run_id,
@@ -145,20 +148,24 @@ class Ledger:
         self._log.flush_to_disk()
 
     def close(self) -> None:
-        """Close the file; later records are dropped. May be called again."""
+        """Tell the end and close the file; later records are dropped. May be called again."""
+        if self._has_started:
+            self._log.write(Entry.END)
         self._log.close()
 
 
 def read_ledger(path: Path) -> list[Record]:
     """The records of one file, in the order in which they were written.
 
-    Where a line is none: ``Entry.TORN`` if it could be the beginning of one, else a gap of one record.
+    Where a line is none, or has not the form of its kind: ``Entry.TORN`` if it could be the beginning of one, else a
+    gap of one record.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        return [_parse(line) for line in file if line.strip()]
+        records = [_parse(line) for line in file if line.strip()]
+    return [record for record in records if not is_empty_gap(record)]
 
 
 def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
@@ -186,13 +193,10 @@ def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
 
 
 def _parse(line: bytes) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if isinstance(record, dict) and record.get("kind") in _KNOWN_KINDS:
+    record = record_of(line)
+    if record is not None and record["kind"] in LEDGER_FORMS and has_form(record, LEDGER_FORMS):
         return record
-    if line.startswith(_HEAD) or _HEAD.startswith(line.rstrip(b"\n")):
+    if record is None and (line.startswith(_HEAD) or _HEAD.startswith(line.rstrip(b"\n"))):
         return {"kind": str(Entry.TORN)}
     return {"kind": GAP, "records_lost": 1}
 

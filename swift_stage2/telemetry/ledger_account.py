@@ -13,6 +13,7 @@ from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_history import Process, effective_history, run_of, split_by_process
 from swift_stage2.telemetry.ledger_replay import RankAccount, Replay, Violation
+from swift_stage2.telemetry.ledger_witnesses import Witness, doubts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class RunAccount:
 
     ranks: tuple[RankAccount, ...]
     violations: tuple[Violation, ...]
+    doubts: tuple[str, ...] = ()
+    """What others tell of the run and its ledger does not (``ledger_witnesses``), a sentence each."""
 
     @property
     def num_violations(self) -> int:
@@ -29,8 +32,8 @@ class RunAccount:
 
     @property
     def is_provable(self) -> bool:
-        """Whether every record of the effective history is there."""
-        return not any(rank.num_records_lost for rank in self.ranks)
+        """Whether every record of the effective history is there, as far as anything tells."""
+        return not self.doubts and not any(rank.num_records_lost for rank in self.ranks)
 
     @property
     def is_balanced(self) -> bool:
@@ -38,14 +41,24 @@ class RunAccount:
         return self.is_provable and self.num_violations == 0
 
 
-def account_of(ledgers: Mapping[int, Sequence[Record]]) -> RunAccount:
-    """The account of a run from the records of every rank, oldest first; parts of a run follow each other."""
+def account_of(
+    ledgers: Mapping[int, Sequence[Record]], witnesses: Mapping[int, Witness] | None = None
+) -> RunAccount:
+    """The account of a run from the records of every rank, oldest first; parts of a run follow each other.
+
+    ``witnesses`` by rank: what else tells of what its ledger must hold.
+    """
     histories = effective_histories(ledgers)
+    doubts = (
+        doubt
+        for rank, witness in sorted((witnesses or {}).items())
+        for doubt in doubts_of(rank, witness, histories.get(rank, []), ledgers.get(rank, []))
+    )
     ranks = tuple(
         _replay(rank, history, sum(len(r["samples"]) for r in ledgers[rank] if r["kind"] == Entry.TRAINED))
         for rank, history in histories.items()
     )
-    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)))
+    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)), doubts=tuple(doubts))
 
 
 def effective_histories(ledgers: Mapping[int, Sequence[Record]]) -> dict[int, list[Process]]:

@@ -60,7 +60,9 @@ class RankAccount:
     num_void: int
     """Samples that were trained in steps which did not survive; each counts again where it ended then."""
     num_records_lost: int
-    """Records that a full disk did not take or that cannot be read. Above 0 nothing is proven."""
+    """Records that a full disk did not take, that cannot be read or that are missing. Above 0 nothing is proven."""
+    has_ended: bool
+    """Whether the last process told its orderly end; one that was killed, still runs or is of old did not."""
     violations: tuple[Violation, ...]
 
 
@@ -82,7 +84,10 @@ class Replay:
     num_trained: int = 0
     _taken_over: int = 0
     _num_drawn: int = 0
-    _num_lost: int = 0
+    _num_lost: int = 0  # as gaps and torn lines tell
+    _num_missing: int = 0  # as the numbers of the others tell; much of it the same
+    _next_sequence: int = 0
+    _has_ended: bool = False
     _quarantined: Counter[str] = field(default_factory=Counter)
     _returned: Counter[str] = field(default_factory=Counter)
     _broken: dict[str, list[Key]] = field(default_factory=dict)
@@ -98,6 +103,8 @@ class Replay:
 
     def take(self, record: Record) -> None:
         """Replays one record."""
+        self._has_ended = record["kind"] == Entry.END
+        self._find_missing(record)
         match record["kind"]:
             case Entry.TORN:
                 self._num_lost += 1
@@ -110,6 +117,8 @@ class Replay:
                 return
             case Entry.CHECKPOINT:
                 self._checkpoint(record)
+                return
+            case Entry.END:
                 return
         if self._cursor is None:
             self._break("a process's first record tells that it starts", ())
@@ -143,9 +152,19 @@ class Replay:
             returned=dict(sorted(self._returned.items())),
             num_resumes=num_resumes,
             num_void=num_void,
-            num_records_lost=self._num_lost,
+            num_records_lost=max(self._num_lost, self._num_missing),
+            has_ended=self._has_ended,
             violations=tuple(Violation(rule, tuple(samples)) for rule, samples in self._broken.items()),
         )
+
+    def _find_missing(self, record: Record) -> None:
+        """Each process numbers its records from 0; those of earlier releases have no number."""
+        sequence = record.get("sequence")
+        if sequence is None:
+            return
+        expected = 0 if record["kind"] == Entry.START else self._next_sequence
+        self._num_missing += max(0, sequence - expected)
+        self._next_sequence = max(expected, sequence + 1)
 
     def _start(self, record: Record) -> None:
         state = record["state"]

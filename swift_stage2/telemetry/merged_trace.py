@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
+from swift_stage2.whole_file import write_whole
 
 
 def trace_files(run_dir: Path) -> list[Path]:
@@ -43,6 +43,4 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(trace), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(trace))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record, read_lines
+from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class RankRecords:
     matches: list[Record] = field(default_factory=list)
     quarantines: list[Record] = field(default_factory=list)
     num_lost: int = 0
-    """Records that a full disk did not take, and lines that are none."""
+    """Records that a full disk did not take, and lines that are none or have not the form of their kind."""
     has_ended: bool = False
     """Whether the last process came to its orderly end."""
     void: list[tuple[float, float]] = field(default_factory=list)
@@ -37,6 +38,9 @@ class RankRecords:
 
     def take(self, record: Record) -> None:
         """Adds the next record of the audit."""
+        if not has_form(record, AUDIT_FORMS):
+            self.num_lost += 1
+            return
         match record["kind"]:
             case "start":
                 self._resume(record)
@@ -56,15 +60,21 @@ class RankRecords:
             case kind if kind == GAP:
                 self.num_lost += record["records_lost"]
 
+    @property
+    def ended_run(self) -> str | None:
+        """The id of the last process, if it came to its orderly end."""
+        run_id = (self.starts[-1].get("settings") or {}).get("run_id") if self.starts else None
+        return run_id if self.has_ended and isinstance(run_id, str) else None
+
     def until(self, time: float) -> RankRecords:
         """The same without the steps that were planned later."""
         return replace(
             self, steps={number: step for number, step in self.steps.items() if step["time"] <= time}
         )
 
-    def is_void(self, time: float) -> bool:
-        """Whether a record of that moment was made void."""
-        return any(begin <= time < end for begin, end in self.void)
+    def is_void(self, time: object) -> bool:
+        """Whether a record of that moment was made void; what is no moment was not."""
+        return isinstance(time, int | float) and any(begin <= time < end for begin, end in self.void)
 
     def _resume(self, start: Record) -> None:
         step = start["step"]

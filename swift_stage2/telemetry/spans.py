@@ -8,7 +8,6 @@ clocks to differ by (``clock_alignment``).
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.whole_file import write_whole
 
 DEFAULT_CAPACITY = 200_000
 _NOTHING = nullcontext()
@@ -144,11 +144,9 @@ class Trace:
         """Write the Chrome trace to ``path``, whole or not at all."""
         if not self.enabled:
             return
-        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.chrome_trace(rank)))
-            os.replace(partial, path)
+            write_whole(path, json.dumps(self.chrome_trace(rank)))
         except OSError as error:
             warning.report(path, error)
 

@@ -195,13 +195,14 @@ class RunFiles:
 
 
 def balanced_ledger(run_dir: Path, *, num_samples: int = 6) -> LedgerRun:
-    """A ledger of samples that were all trained, each in a pack of its own."""
-    run = LedgerRun(run_dir, num_rows=max(7, num_samples))
-    for number in range(num_samples):
+    """A ledger of samples that were all trained, each in a pack of its own, by the B steps of ``RunFiles``."""
+    run = LedgerRun(run_dir, num_rows=max(7, num_samples), run_id="r")
+    for step in range(1, 2 * num_samples, 2):
         keys = run.draw(1)
         run.match(keys)
-        run.pack(keys, str(number))
-        run.train(keys, str(number))
+        run.pack(keys, str(step))
+        run.step = step
+        run.train(keys, str(step))
     return run
 
 

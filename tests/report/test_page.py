@@ -38,7 +38,7 @@ EVIL = "</script><script>window.broken = 1</script><img src=x onerror=window.bro
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run with everything."""
-    balanced_ledger(tmp_path)
+    balanced_ledger(tmp_path, num_samples=20).ledger.close()
     run = RunFiles(tmp_path)
     run.start().train(20).evaluate().train(20).evaluate()
     image = picture(tmp_path / "images" / "street.png")

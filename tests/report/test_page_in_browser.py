@@ -37,7 +37,7 @@ NUM_MATCHES = 15
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything, texts that attack, and an image that is absent."""
     run_dir = tmp_path_factory.mktemp("run")
-    balanced_ledger(run_dir, num_samples=30)
+    balanced_ledger(run_dir, num_samples=30).ledger.close()
     run = RunFiles(run_dir)
     run.start().train(60).evaluate()
     image = picture(run_dir / "images" / "street.png")

@@ -36,6 +36,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
             "kind": "step",
             "time": 12.5,
             "rank": 3,
+            "sequence": 0,
             "step": 1,
             "loss": 0.25,
             "plan": "red",
@@ -63,7 +64,7 @@ def test_every_line_is_strict_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    line, _room = (tmp_path / "a.jsonl").read_text().splitlines()
     record = json.loads(line, parse_constant=refuse)
     assert record["nan"] == "nan"
     assert record["inf"] == "-inf"

@@ -298,7 +298,7 @@ def test_a_torn_last_line_is_dropped_and_one_in_the_middle_is_not(tmp_path: Path
 def test_lines_that_no_kill_explains_are_lost_also_at_the_end(tmp_path: Path, damage: bytes) -> None:
     records = _good_run(tmp_path)
     path = tmp_path / "ledger" / "rank0.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if b'"gap"' not in line]
     path.write_bytes(b"".join([*lines[:-2], *(damage + line[1:] for line in lines[-2:])]))
     account = account_of({0: read_ledger(path)})
     assert (account.ranks[0].num_records_lost, account.is_provable) == (2, False)

@@ -59,6 +59,7 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert record == {
         "kind": "match",
         "rank": 1,
+        "sequence": 0,
         "purpose": "training",
         "sample": [1, 2, 5, 1],
         "version": 6,

@@ -138,12 +138,14 @@ def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
     lines = [
         {
             "kind": "step",
+            "time": 1.0,
             "step": 0,
             "wants_b": False,
             "channel": "A",
             "skip_reason": None,
             "version": 0,
             "packs": [],
+            "activity_ns": {},
         },
         {"kind": "gap", "records_lost": 12},
     ]

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from small_disk import SmallDisk
 
 from swift_stage2.telemetry.spans import ClockOffset, Trace
 from swift_stage2.telemetry.storage_warning import StorageWarning
@@ -108,9 +109,9 @@ def test_an_actor_has_a_track_of_its_own() -> None:
     ]
 
 
-def test_a_full_disk_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "rank0.partial").symlink_to("/dev/full")
+def test_a_full_disk_gives_one_warning(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    small_disk.fill()
     with caplog.at_level(logging.WARNING):
-        Trace(True).save(tmp_path / "rank0.json", 0, StorageWarning())
+        Trace(True).save(small_disk.path / "rank0.json", 0, StorageWarning())
     assert len(caplog.records) == 1
-    assert not (tmp_path / "rank0.json").exists()
+    assert not (small_disk.path / "rank0.json").exists()

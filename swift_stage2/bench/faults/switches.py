@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from swift_stage2.errors import UserError
+from swift_stage2.whole_file import write_whole
 
 VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
 
@@ -42,9 +43,7 @@ class Switches:
     def set(self, name: str, text: str = "on") -> None:
         """Turns a switch on."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = self.directory / f".{name}.{os.getpid()}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.directory / name)
+        write_whole(self.directory / name, text)
 
     def clear(self, *names: str) -> None:
         """Turns switches off; those that are off stay so."""

@@ -1,0 +1,40 @@
+"""Puts files in their place whole or not at all, and so that they outlast the machine's end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Writes ``text`` to ``path`` in one move; readers see the old file or the new one, and nothing is left beside it.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    file = partial.open("x", encoding="utf-8", errors=errors)  # what cannot be begun leaves nothing to remove
+    try:
+        with file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush_directory(path.parent)
+
+
+def flush_directory(path: Path) -> None:
+    """Makes names in a directory outlast the machine's end; a file's own flush does not cover its name.
+
+    Raises:
+        OSError: it cannot be flushed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

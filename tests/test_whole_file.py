@@ -1,0 +1,89 @@
+"""A file is there whole or not at all, on real disks that are full, read-only or gone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_disk import SmallDisk
+
+import swift_stage2
+from swift_stage2.whole_file import write_whole
+
+
+def test_a_file_is_replaced_and_its_directory_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+    assert [Path(name).parent == tmp_path for name in flushed] == [
+        True,
+        False,
+    ]  # the file, then its directory
+    assert flushed[1] == str(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(small_disk: SmallDisk) -> None:
+    path = small_disk.path / "a.json"
+    path.write_text("old")
+    small_disk.fill()
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "x" * 100_000)
+    assert path.read_text() == "old"
+    assert sorted(each.name for each in small_disk.path.iterdir()) == ["a.json", small_disk.filler.name]
+
+
+def test_a_read_only_disk_is_one_error(small_disk: SmallDisk) -> None:
+    small_disk.make_read_only()
+    with pytest.raises(OSError, match="Read-only file system"):
+        write_whole(small_disk.path / "a.json", "x")
+
+
+def test_a_file_that_grows_over_its_limit_is_not_half_there(tmp_path: Path) -> None:
+    """In a process whose files may hold 4 KiB."""
+    code = (
+        "import sys; from pathlib import Path; from swift_stage2.whole_file import write_whole; "
+        "write_whole(Path(sys.argv[1]), 'x' * 10_000)"
+    )
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_else_in_the_package_replaces_a_file() -> None:
+    package = Path(swift_stage2.__file__).parent
+    found = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.replace", "os.rename", "shutil.move")
+    ]
+    assert found == ["whole_file.py"]
