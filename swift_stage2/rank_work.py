@@ -11,6 +11,7 @@ from dataclasses import replace
 from swift_stage2.agent_watch import AgentWatch
 from swift_stage2.config import Stage2Config
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.model_check import check_hub_ids
 from swift_stage2.run_directory import starting_point, written_directory
 from swift_stage2.run_lock import hold_run_directory
 
@@ -19,8 +20,10 @@ def train_rank(config: Stage2Config, config_path: str, *, resume: bool) -> int:
     """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
 
     Raises:
-        UserError: another run goes on in the run directory, or an earlier one would be written over.
+        UserError: another run goes on in the run directory, an earlier one would be written over, or the model is on
+            a hub that may not be asked.
     """
+    check_hub_ids(config.swift)
     rank = os.environ.get("RANK", "0")
     with ExitStack() as held:
         held.enter_context(AgentWatch(os.environ, config.launch.learner.shutdown_timeout_s))

@@ -23,7 +23,7 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.model_check import check_model
+from swift_stage2.model_check import check_hub_ids, check_model
 from swift_stage2.resume import check_world_size
 from swift_stage2.run_directory import starting_point
 from swift_stage2.run_lock import hold_run_directory
@@ -61,6 +61,7 @@ def launch(
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node, resume=resume)
     check_model(config.swift)
     check_datasets(config.swift)
+    check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
     with hold_run_directory(output_dir, "launch", os.environ):
         start = starting_point(config, resume=resume)
@@ -69,8 +70,8 @@ def launch(
         refuse_busy_ports(plan.servers)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
-        hint = "" if verbose else " (--verbose shows all of them here)"
-        show(f"[launch] run directory in {output_dir}, logs in {plan.log_dir}{hint}")
+        show(f"[launch] run directory {output_dir}")
+        show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
