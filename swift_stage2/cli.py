@@ -76,8 +76,14 @@ def _run(arguments: list[str]) -> int:
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
 
-        return launch(options.config, nproc_per_node=options.nproc_per_node, show=_show)
-    return _train(options.config)
+        return launch(
+            options.config,
+            nproc_per_node=options.nproc_per_node,
+            show=_show,
+            resume=options.resume,
+            verbose=options.verbose,
+        )
+    return _train(options.config, resume=options.resume)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,16 +112,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )
+    launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
+    for command in (train, launch):
+        command.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on from the last whole checkpoint of the run in swift.output_dir",
+        )
     for name, (_, purpose) in _OWN_PARSER.items():
         commands.add_parser(name, help=purpose, add_help=False)
     return parser
 
 
-def _train(config_path: str) -> int:
+def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank
     from swift_stage2.model_check import check_model
     from swift_stage2.rank_environment import check_rank_environment
+    from swift_stage2.rank_work import train_rank
 
     def work() -> int:
         # A mistake is told before the slow imports.
@@ -123,7 +137,7 @@ def _train(config_path: str) -> int:
         check_rank_environment(os.environ)
         check_model(config.swift)
         _warn(config)
-        return int(importlib.import_module("swift_stage2.trainer").train(config_path))
+        return train_rank(config, config_path, resume=resume)
 
     status = as_rank(work)
     if status == _HANG:

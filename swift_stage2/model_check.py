@@ -1,13 +1,17 @@
 """Refuses a missing checkpoint with one line, before a hub client would go looking for it outside.
 
-Looks at directories only; a hub id is ms-swift's own business. Called by ``launch`` and by every rank.
+Looks at directories; a hub id is ms-swift's own business, except where the user has said that there is no network.
+Called by ``launch``, by every rank, and by the rollout server for the id that it is given.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
@@ -36,6 +40,41 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             "swift.model must name a checkpoint, got none; write the directory of a stage-1 checkpoint"
         )
+
+
+def check_hub_ids(swift_arguments: Mapping[str, Any]) -> None:
+    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does."""
+    uses_hf = _is_on(str(swift_arguments.get("use_hf", "")))
+    for argument in ("model", "adapters"):
+        for place in named_places(swift_arguments, argument):
+            if not _is_local(place):
+                check_hub_id(f"swift.{argument}", place, uses_hf=uses_hf)
+
+
+def check_hub_id(argument: str, hub_id: str, *, uses_hf: bool = False) -> None:
+    """Refuses an id that ms-swift would look for outside though ``HF_HUB_OFFLINE`` says that nothing is there.
+
+    ms-swift asks ModelScope, which knows no such variable, unless USE_HF names Hugging Face's hub, whose cache serves.
+
+    Raises:
+        ConfigError: names the directory of a copy in Hugging Face's cache, if there is one.
+    """
+    if not _is_on(os.environ.get("HF_HUB_OFFLINE", "")):
+        return
+    found = try_to_load_from_cache(hub_id, "config.json")
+    copy = Path(found).parent if isinstance(found, str) else None
+    if copy is not None and (uses_hf or _is_on(os.environ.get("USE_HF", ""))):
+        return
+    remedy = "name a directory" if copy is None else f"set USE_HF=1, or name its copy {copy}"
+    what = "which is in no cache" if copy is None else "which ms-swift would ask ModelScope for"
+    raise ConfigError(
+        f"{argument} must be on this machine while HF_HUB_OFFLINE is set, got {hub_id!r}, {what}; {remedy}, or "
+        "unset HF_HUB_OFFLINE"
+    )
+
+
+def _is_on(text: str) -> bool:
+    return text.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _is_local(place: str) -> bool:

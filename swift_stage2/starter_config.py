@@ -16,7 +16,9 @@ from typing import Any
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import read_yaml, write_yaml
-from swift_stage2.dataset_check import check_datasets
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.survey import survey
+from swift_stage2.dataset_check import refuse_faults
 from swift_stage2.errors import UserError
 from swift_stage2.launch.ports import refuse_busy
 from swift_stage2.model_check import check_model
@@ -134,7 +136,9 @@ def _check(options: argparse.Namespace, name: str) -> None:
 def _check_data(answer: str) -> None:
     if not answer:
         raise UserError("--data must name a JSONL file, got nothing; write its path")
-    check_datasets({"dataset": [answer]})
+    for argument, files in local_files({"dataset": [answer]}).items():
+        if files:
+            refuse_faults(argument, survey(files))
 
 
 def _check_output(answer: str | Path) -> None:

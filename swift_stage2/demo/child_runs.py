@@ -7,7 +7,6 @@ killed. Called by the demo and the benches, on the main thread.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,11 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import started_on
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
+from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.stop_signals import StopSignals
 
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
-_SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")
-_OWN_ERROR = re.compile(r"swift-stage2(?: \w+)*: error: ")
-_OURS_RAISED = re.compile(r"^swift_stage2\.errors\.\w+: ")  # says more than what it was raised from
-_RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +106,7 @@ class ChildRuns:
                 running, failed = _look(trees)
         each_moment()
         if failed is not None:
-            status, cause = failed.poll(), last_cause(failed.log_path)
+            status, cause = failed.poll(), last_cause(failed.log_path, failed.log_offset)
             raise ChildFailed(
                 f"{failed.command.name} ended with status {status}: {cause}; see {failed.log_path}"
             )
@@ -127,21 +123,6 @@ def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree 
     statuses = [(tree, tree.poll()) for tree in trees]
     running = [tree for tree, status in statuses if status is None]
     return running, next((tree for tree, status in statuses if status not in (None, 0)), None)
-
-
-def last_cause(log_path: Path) -> str:
-    """The line of a log that says best why its process failed."""
-    try:
-        text = log_path.read_text(encoding="utf-8", errors="replace")
-    except OSError as exc:
-        return f"its log cannot be read ({exc})"
-    lines = [_SOURCE_PREFIX.sub("", line).strip() for line in text.splitlines()]
-    lines = [line for line in lines if line]
-    for pattern in (_OWN_ERROR, _OURS_RAISED, _RAISED):
-        for line in lines:  # the first failure is the cause, later ones follow from it
-            if pattern.match(line):
-                return line
-    return lines[-1] if lines else "it wrote nothing"
 
 
 def remaining_children() -> list[str]:

@@ -52,7 +52,7 @@ def train(
         else:
             notice.remind("no step yet: servers and learner load")
 
-    command = (sys.executable, "-m", "swift_stage2", "launch", str(job.config_path))
+    command = (sys.executable, "-m", "swift_stage2", "launch", "--verbose", str(job.config_path))
     deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
     try:
         children.run(

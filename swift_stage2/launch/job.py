@@ -23,10 +23,14 @@ _LONGEST_STRAY_PATIENCE_S = 10.0
 class Job:
     """Owns every process that launch starts; on exit none of them is left."""
 
-    def __init__(self, log_dir: Path, signals: StopSignals, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, log_dir: Path, signals: StopSignals, show: Callable[[str], None], *, shows_logs: bool = True
+    ) -> None:
+        """``show`` gets the launcher's own lines, and with ``shows_logs`` every line of every log."""
         self._log_dir = log_dir
         self._signals = signals
         self._show = show
+        self._shows_logs = shows_logs
         self._spare = frozenset(child.pid for child in psutil.Process().children())
         self._trees: list[ProcessTree] = []
         self._followers: dict[Path, LogFollower] = {}
@@ -52,11 +56,11 @@ class Job:
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch()
         colour = len(self._followers) if sys.stdout.isatty() else None
-        if log_path not in self._followers:  # a restarted command goes on in its log
+        if self._shows_logs and log_path not in self._followers:  # a restarted command goes on in its log
             self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
-        self.say(f"{purpose or f'started {command.name}'}, log {log_path}")
+        self.say(f"{purpose or f'started {command.name}'}, log {log_path.name}")
         return tree
 
     def step(self) -> None:

@@ -13,6 +13,7 @@ from swift_stage2.dataset_check import check_data
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
+from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPlan, plan_launch
 from swift_stage2.launch.ports import refuse_busy_ports
@@ -22,39 +23,59 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.model_check import check_model
+from swift_stage2.model_check import check_hub_ids, check_model
+from swift_stage2.resume import check_world_size
+from swift_stage2.run_directory import starting_point
+from swift_stage2.run_lock import hold_run_directory
 
 _USER_MISTAKE = 2
 _CHECK_PATIENCE_S = 60.0  # it imports ms-swift, which a loaded machine does slowly
 
 
 def launch(
-    config_path: str, *, nproc_per_node: int | None = None, show: Callable[[str], None] = print
+    config_path: str,
+    *,
+    nproc_per_node: int | None = None,
+    show: Callable[[str], None] = print,
+    resume: bool = False,
+    verbose: bool = True,
 ) -> int:
     """Runs the whole job of one configuration. Main thread only.
+
+    Args:
+        show: gets every line for the user.
+        resume: go on from the last whole checkpoint in the run directory.
+        verbose: show every line of servers and ranks, not only how the run goes.
 
     Returns:
         The learner's exit status, or 128 + n when signal n ended the launch.
 
     Raises:
-        ConfigError: the configuration is refused, a checkpoint is missing, or a port is in use.
+        ConfigError: the configuration is refused, a checkpoint is missing, a port is in use, or an earlier run would
+            be written over.
         DatasetError: a data set is refused.
         ServerUnavailable: a server ended, or did not answer within ``rollout.start_timeout_s``.
-        UserError: what a rank of the learner refused.
+        UserError: what a rank of the learner refused, or another run goes on in the run directory.
     """
     config = load_config(config_path)
-    plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node)
+    plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node, resume=resume)
     check_model(config.swift)
     check_data(config)
-    refuse_busy_ports(plan.servers)
-    for warning in config.warnings:
-        show(f"[launch] warning: {warning}")
+    check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
-    show(f"[launch] logs in {plan.log_dir}, run directory in {output_dir}")
-    view = RunView(output_dir, since)
-    status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
-    show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
-    return status
+    with hold_run_directory(output_dir, "launch", os.environ):
+        start = starting_point(config, resume=resume)
+        if start.checkpoint is not None and config.b_enabled:
+            check_world_size(str(start.checkpoint), nproc_per_node or config.launch.learner.nproc_per_node)
+        refuse_busy_ports(plan.servers)
+        for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
+            show(f"[launch] {note}")
+        show(f"[launch] run directory {output_dir}")
+        show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
+        view = RunView(output_dir, since, show, verbose=verbose)
+        status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
+        show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
+        return status
 
 
 def run_plan(
@@ -74,7 +95,8 @@ def run_plan(
         ) from exc
     adopt_orphans()
     servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
-    with StopSignals() as signals, Job(plan.log_dir, signals, show) as job:
+    shows_logs = view is None or view.is_verbose
+    with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=shows_logs) as job:
         check = None
         if plan.argument_check is not None:
             check = job.start(plan.argument_check, "checking argument names")
@@ -88,6 +110,8 @@ def run_plan(
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
         status, mistake = _learner_end(learner, plan.exit_status_file)
+        if status and not mistake and not shows_logs:
+            job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
     return status
@@ -173,7 +197,7 @@ def _refuse_missing(server: ManagedServer, probe: ReadinessProbe, start_timeout_
         tree, status = ended
         raise ServerUnavailable(
             f"{tree.command.name} ({url}) must answer before training starts, got exit status={status}; "
-            f"see {tree.log_path}"
+            f"see {tree.log_path}: {last_cause(tree.log_path, tree.log_offset)}"
         )
     if probe.refusal is not None:
         raise ServerUnavailable(

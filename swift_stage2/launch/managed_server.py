@@ -13,6 +13,7 @@ from enum import Enum, auto
 from swift_stage2.config import RestartConfig
 from swift_stage2.errors import ServerUnavailable
 from swift_stage2.launch.job import Job
+from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.launch.ports import Listener, is_quiet, listener_at
 from swift_stage2.launch.process_tree import Command, ProcessTree
@@ -21,6 +22,7 @@ from swift_stage2.launch.restarts import RestartBudget
 _LOOK_INTERVAL_S = 1.0
 _PORT_PATIENCE_S = 60.0
 QUIET_PATIENCE_S = 90.0  # Linux keeps a closed connection for 60 s
+_KILLED = 128  # and more: by a signal, of which no log tells
 _START_FAILED = 1  # a status for a start that did not come up
 
 
@@ -125,7 +127,8 @@ class ManagedServer:
         for other in self.trees:
             other.ask_to_end()
         job.end_abandoned(tree)
-        text = f"{tree.command.name} ended with status {status}; the learner runs on without it"
+        cause = f" ({last_cause(tree.log_path, tree.log_offset)})" if 0 < status < _KILLED else ""
+        text = f"{tree.command.name} ended with status {status}{cause}; the learner runs on without it"
         self._plan_restart(job, text, status, now)
 
     def _plan_restart(self, job: Job, text: str, status: int, now: float) -> None:

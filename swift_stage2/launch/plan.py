@@ -90,9 +90,14 @@ class LaunchPlan:
 
 
 def plan_launch(
-    config: Stage2Config, config_path: Path, environment: Mapping[str, str], nproc_per_node: int | None = None
+    config: Stage2Config,
+    config_path: Path,
+    environment: Mapping[str, str],
+    nproc_per_node: int | None = None,
+    *,
+    resume: bool = False,
 ) -> LaunchPlan:
-    """Commands, environments and devices of all processes.
+    """Commands, environments and devices of all processes. ``resume``: the ranks go on from their last checkpoint.
 
     Raises:
         ConfigError: no ``swift.output_dir``, no model for a server, or more ranks than learner devices.
@@ -105,7 +110,8 @@ def plan_launch(
         _plan_server(config, index, process, address, outer)
         for index, (process, address) in enumerate(started)
     )
-    learner = _plan_learner(config.launch.learner, config_path, nproc_per_node, outer, status_file)
+    words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
+    learner = _plan_learner(config.launch.learner, words, nproc_per_node, outer, status_file)
     check = Command(
         name="arguments",
         argv=(sys.executable, "-m", "swift_stage2.swift_argument_names", str(config_path.absolute())),
@@ -197,7 +203,7 @@ def _server_arguments(
 
 def _plan_learner(
     process: LearnerProcess,
-    config_path: Path,
+    words: Sequence[str],
     nproc_per_node: int | None,
     outer: Mapping[str, str],
     status_file: Path,
@@ -210,7 +216,7 @@ def _plan_learner(
         )
     return torchrun_command(
         "learner",
-        ["train", str(config_path.absolute())],
+        words,
         num_ranks=num_ranks,
         shutdown_timeout_s=process.shutdown_timeout_s,
         environment=_environment(outer, process.devices) | {EXIT_STATUS_FILE: str(status_file)},

@@ -33,6 +33,7 @@ class ProcessTree:
         warden = [sys.executable, "-m", "swift_stage2.launch.warden", f"--control-fd={read_end}"]
         try:
             with log_path.open("ab") as log:
+                self.log_offset = log.tell()  # before it, earlier processes wrote
                 self._warden = subprocess.Popen(
                     [*warden, f"--grace-s={command.grace_s}", "--", *command.argv],
                     env=dict(command.environment),

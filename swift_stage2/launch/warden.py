@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     adopt_orphans()
     with StopSignals() as signals:
+        memory = SharedMemoryWatch()
         try:
             child = subprocess.Popen(options.command, stdin=subprocess.DEVNULL)
         except OSError as exc:
@@ -43,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
             )
             return 127
         pidfd = os.pidfd_open(child.pid)
-        memory = SharedMemoryWatch()
         try:
             _wait_for_end(child, pidfd, signals, options.control_fd, memory)
             memory.look(psutil.Process().children(recursive=True))
@@ -52,8 +52,14 @@ def main(argv: Sequence[str]) -> int:
             os.close(pidfd)
             left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
             abandoned = memory.unlink_abandoned()
-    if abandoned:
-        print(f"removed shared memory that killed processes left: {', '.join(abandoned)}", flush=True)
+    if abandoned.removed:
+        print(f"removed shared memory that killed processes left: {', '.join(abandoned.removed)}", flush=True)
+    if abandoned.left:
+        print(
+            f"left in place, because it may be somebody else's: {', '.join(abandoned.left)}; remove it when nobody "
+            "needs it",
+            flush=True,
+        )
     if left:
         print(f"processes that SIGKILL did not end: {left}", flush=True)
     status = child.returncode

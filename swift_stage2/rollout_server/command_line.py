@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
+from swift_stage2.model_check import check_hub_id
 from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
@@ -221,8 +222,9 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_model(model: str) -> None:
-    """A hub id is left to ms-swift, which looks in its cache and downloads."""
+    """A hub id is left to ms-swift, which looks in its cache and downloads, unless that is known to be in vain."""
     if _HUB_ID.fullmatch(model) and not Path(model).exists():
+        check_hub_id("the model", model)
         return
     if not (Path(model) / "config.json").is_file():
         raise UserError(

@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 from swift_stage2.telemetry.live_state import LiveState
 
@@ -87,8 +88,9 @@ class LiveView:
         if state.step == self._num_shown:
             return
         self._num_shown = state.step
-        self._stream.write(plain_line(state) + "\n")
-        self._stream.flush()
+        with tqdm.external_write_mode(file=self._stream):  # else it would go on where a progress bar ends
+            self._stream.write(plain_line(state) + "\n")
+            self._stream.flush()
 
     def _draw(self, state: LiveState) -> None:
         now = self._now_s()

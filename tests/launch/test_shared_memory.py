@@ -1,19 +1,21 @@
-"""Shared memory that killed processes leave is removed; what anybody still uses is not."""
+"""Shared memory that killed processes leave is removed; what anybody still uses, or may have put there, is not."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from swift_stage2.launch.shared_memory import SharedMemoryWatch, mapped_by
+from swift_stage2.launch.shared_memory import Abandoned, SharedMemoryWatch, mapped_by
 
 _DEADLINE_S = 60.0
+_SHM = Path("/dev/shm")
 # The tracker, which would unlink the segment, is told to forget it: in a killed tree it is killed as well.
 _HOLDER = """
 import sys
@@ -24,109 +26,174 @@ resource_tracker.unregister(block._name, "shared_memory")
 print(block.name, flush=True)
 sys.stdin.read()
 """
+# As safetensors does with a checkpoint.
+_READER = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+print(sys.argv[1], flush=True)
+sys.stdin.read()
+"""
+
+
+class Held:
+    """A process that has one file of ``/dev/shm`` mapped."""
+
+    def __init__(self, *arguments: str, code: str = _HOLDER) -> None:
+        command = [sys.executable, "-c", code, *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.path = _SHM / self.process.stdout.readline().strip()
+
+    @property
+    def tree(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=_DEADLINE_S)
 
 
 @pytest.fixture
-def holder() -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    process = _start()
-    path = _path_of(process)
-    yield process, path
-    _kill(process)
-    path.unlink(missing_ok=True)
+def hold() -> Iterator[Callable[..., Held]]:
+    started: list[Held] = []
+
+    def start(*arguments: str, code: str = _HOLDER) -> Held:
+        started.append(Held(*arguments, code=code))
+        return started[-1]
+
+    yield start
+    for held in started:
+        held.kill()
+        held.path.unlink(missing_ok=True)
 
 
-def _start(*name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _HOLDER, *name]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+Hold = Callable[..., Held]
 
 
-def _path_of(process: subprocess.Popen[str]) -> Path:
-    assert process.stdout is not None
-    return Path("/dev/shm") / process.stdout.readline().strip()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=_DEADLINE_S)
-
-
-def test_what_a_killed_process_had_mapped_is_removed(holder: tuple[subprocess.Popen[str], Path]) -> None:
-    process, path = holder
+def test_what_a_killed_process_had_made_is_removed(hold: Hold) -> None:
     watch = SharedMemoryWatch()
-    watch.look([psutil.Process(process.pid)])
-    assert str(path) in watch.seen
-    assert watch.unlink_abandoned() == []  # it is in use
-    _kill(process)
-    assert watch.unlink_abandoned() == [str(path)]
-    assert not path.exists()
-    assert watch.unlink_abandoned() == []
+    held = hold()
+    watch.look(held.tree)
+    assert watch.seen == {str(held.path)}
+    assert watch.unlink_abandoned() == Abandoned()  # it is in use
+    held.kill()
+    assert watch.unlink_abandoned() == Abandoned(removed=(str(held.path),))
+    assert not held.path.exists()
+    assert watch.unlink_abandoned() == Abandoned()
 
 
-def test_what_another_process_has_mapped_stays(holder: tuple[subprocess.Popen[str], Path]) -> None:
-    process, path = holder
-    other = _start(path.name)
+def test_what_was_there_before_stays_whatever_its_name(hold: Hold) -> None:
+    made = hold()
+    watch = SharedMemoryWatch()
+    made.kill()
+    held = hold(made.path.name)
+    watch.look(held.tree)
+    held.kill()
+    assert watch.unlink_abandoned() == Abandoned()
+    assert made.path.exists()
+
+
+@pytest.mark.parametrize("folder", ["", "model-{}"])
+def test_a_file_of_the_users_own_that_the_tree_read_stays(hold: Hold, folder: str) -> None:
+    """Also one that was copied there after the watch began."""
+    watch = SharedMemoryWatch()
+    own = _SHM / folder.format(uuid.uuid4().hex) / f"{uuid.uuid4().hex}.safetensors"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(bytes(4096))
     try:
-        assert _path_of(other) == path
-        watch = SharedMemoryWatch()
-        watch.look([psutil.Process(process.pid)])
-        _kill(process)
-        assert watch.unlink_abandoned() == []
-        assert path.exists()
+        held = hold(str(own), code=_READER)
+        watch.look(held.tree)
+        held.kill()
+        assert watch.unlink_abandoned() == Abandoned(left=() if folder else (str(own),))
+        assert own.exists()
     finally:
-        _kill(other)
+        own.unlink(missing_ok=True)
+        if folder:
+            own.parent.rmdir()
 
 
-def test_what_the_tree_never_mapped_stays(holder: tuple[subprocess.Popen[str], Path]) -> None:
-    process, path = holder
+def test_what_another_process_held_when_it_was_first_seen_stays_and_is_told(hold: Hold) -> None:
     watch = SharedMemoryWatch()
+    other = hold()
+    held = hold(other.path.name)
+    watch.look(held.tree)
+    held.kill()
+    assert watch.unlink_abandoned() == Abandoned()  # the other uses it
+    other.kill()
+    assert watch.unlink_abandoned() == Abandoned(left=(str(other.path),))
+    assert other.path.exists()
+
+
+def test_a_name_that_somebody_took_anew_stays(hold: Hold) -> None:
+    watch = SharedMemoryWatch()
+    held = hold()
+    watch.look(held.tree)
+    held.kill()
+    anew = held.path.with_name(uuid.uuid4().hex)
+    anew.write_bytes(b"another program's")
+    anew.replace(held.path)
+    assert watch.unlink_abandoned() == Abandoned()
+    assert held.path.read_bytes() == b"another program's"
+
+
+def test_what_the_tree_never_mapped_stays(hold: Hold) -> None:
+    watch = SharedMemoryWatch()
+    held = hold()
     watch.look([psutil.Process(os.getpid())])
-    _kill(process)
-    assert watch.unlink_abandoned() == []
-    assert path.exists()
+    held.kill()
+    assert watch.unlink_abandoned() == Abandoned()
+    assert held.path.exists()
 
 
-def test_a_process_that_has_ended_holds_nothing(holder: tuple[subprocess.Popen[str], Path]) -> None:
-    process, _ = holder
-    ended = psutil.Process(process.pid)
-    _kill(process)
+def test_a_process_that_has_ended_holds_nothing(hold: Hold) -> None:
+    held = hold()
+    (ended,) = held.tree
+    held.kill()
     assert mapped_by([ended]) == set()
 
 
-def test_a_warden_that_ends_its_tree_leaves_no_segment() -> None:
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_warden_that_ends_its_tree_leaves_no_segment_and_takes_no_file(is_users: bool) -> None:
+    """The user's file is of an earlier day, and the tree has it mapped as it has its own segment."""
+    own = _SHM / f"{uuid.uuid4().hex}.safetensors"
+    own.write_bytes(bytes(4096))
+    code, argument = (_READER, str(own)) if is_users else (_HOLDER, "")
     read_end, write_end = os.pipe()
     warden = subprocess.Popen(
         [
             *(sys.executable, "-m", "swift_stage2.launch.warden", f"--control-fd={read_end}", "--grace-s=5"),
-            *("--", "sh", "-c", 'sleep 600 | "$0" -c "$1"', sys.executable, _HOLDER),
+            *("--", "sh", "-c", 'sleep 600 | "$0" -c "$1" $2', sys.executable, code, argument),
         ],
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=(read_end,),
     )
     os.close(read_end)
-    path = _path_of(warden)
+    assert warden.stdout is not None
+    path = _SHM / warden.stdout.readline().strip()
     try:
         assert path.exists()
         warden.terminate()  # it looks once more, and the holder dies of SIGTERM without a last word
         output, _ = warden.communicate(timeout=_DEADLINE_S)
-        assert f"removed shared memory that killed processes left: {path}" in output
-        assert not path.exists()
+        told = f"removed shared memory that killed processes left: {path}" in output
+        assert (path.exists(), told) == ((True, False) if is_users else (False, True))
     finally:
         os.close(write_end)
-        path.unlink(missing_ok=True)
+        own.unlink()
+        if not is_users:
+            path.unlink(missing_ok=True)
 
 
-def test_a_semaphore_that_only_its_name_ties_to_a_killed_process_is_removed(
-    holder: tuple[subprocess.Popen[str], Path],
-) -> None:
-    process, path = holder
-    semaphore = Path(f"/dev/shm/sem.loky-{process.pid}-x")
+def test_a_semaphore_that_only_its_name_ties_to_a_killed_process_is_removed(hold: Hold) -> None:
+    watch = SharedMemoryWatch()
+    held = hold()
+    semaphore = Path(f"/dev/shm/sem.loky-{held.process.pid}-x")
     semaphore.write_bytes(bytes(32))
     try:
-        watch = SharedMemoryWatch()
-        watch.look([psutil.Process(process.pid)])
-        assert watch.unlink_abandoned() == []  # its owner lives
-        _kill(process)
-        assert watch.unlink_abandoned() == sorted((str(path), str(semaphore)))
+        watch.look(held.tree)
+        assert watch.unlink_abandoned() == Abandoned()  # its owner lives
+        held.kill()
+        assert watch.unlink_abandoned().removed == tuple(sorted((str(held.path), str(semaphore))))
     finally:
         semaphore.unlink(missing_ok=True)

@@ -93,7 +93,8 @@ def test_an_option_that_ms_swift_cannot_read_is_told_before_vllm_is_imported(
     assert "swift_stage2.rollout_server.vllm_generator" not in sys.modules
 
 
-def test_a_model_id_is_left_to_ms_swift(built: list[Any]) -> None:
+def test_a_model_id_is_left_to_ms_swift(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     parse_command(["--engine", "vllm", "--model", "some/model"]).start_engine()
     assert built[0] == ["--model", "some/model"]
 
@@ -143,6 +144,7 @@ def test_a_missing_transformers_model_is_refused_too() -> None:
 
 
 def test_the_transformers_engine_leaves_a_model_id_to_ms_swift_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     asked: list[str] = []
     monkeypatch.setattr(
         transformers_engine,

@@ -1,0 +1,96 @@
+"""Whether a run can be resumed from a checkpoint as if it had never ended: all files there, whole, and of one save.
+
+Opens every file without loading a tensor: a cut file is found, a flipped bit is not. Called before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from swift_stage2 import resume
+from swift_stage2.errors import ConfigError
+
+_DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
+
+
+def checkpoint_step(directory: Path) -> int | None:
+    """The N of a directory ``checkpoint-N``."""
+    prefix, _, number = directory.name.rpartition("-")
+    return int(number) if prefix == "checkpoint" and number.isdecimal() and directory.is_dir() else None
+
+
+def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
+    """What a resume from ``directory`` would lack, empty if nothing. ``needs_stage2``: the run has a channel B."""
+    if broken := [path.name for path in sorted(directory.rglob("*")) if not _is_readable(path)]:
+        return f"{broken[0]} is cut or damaged"
+    try:
+        step = _read_json(directory / "trainer_state.json")["global_step"]
+        ranks = sorted(directory.glob("stage2_rank*.json"))
+        world_size = int(_read_json(ranks[0])["world_size"]) if ranks else 0
+        if missing := _missing(directory, world_size):
+            return f"{missing} is missing"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"its state cannot be read ({type(error).__name__}: {error})"
+    if step != checkpoint_step(directory):
+        return f"trainer_state.json is of step {step}"
+    if needs_stage2 and not ranks:
+        return "stage2_rank0.json is missing"
+    return _mixed(directory, world_size, step)
+
+
+def _missing(directory: Path, world_size: int) -> str:
+    """The first of the files that the ranks needed and nobody wrote; without ranks' files their number is not known."""
+    names = {f"stage2_rank{rank}.json" for rank in range(world_size)}
+    if world_size:
+        names |= (
+            {f"rng_state_{rank}.pth" for rank in range(world_size)} if world_size > 1 else {"rng_state.pth"}
+        )
+    for index in directory.glob("*.index.json"):
+        names |= set(_read_json(index)["weight_map"].values())
+    if (directory / _DEEPSPEED).is_file():
+        names.add((directory / _DEEPSPEED).read_text(encoding="utf-8").strip())
+    else:
+        names.add("optimizer.pt")
+        if not any(directory.glob("*.safetensors")) and not any(directory.glob("*model*.bin")):
+            return "model.safetensors"
+    return next((name for name in sorted(names) if not (directory / name).exists()), "")
+
+
+def _mixed(directory: Path, world_size: int, step: int) -> str:
+    """Whether a rank's file is of another save."""
+    try:
+        states = [
+            resume.read_state(str(directory), rank=rank, world_size=world_size, step=step)
+            for rank in range(world_size)
+        ]
+    except ConfigError as error:
+        return str(error)
+    saves = {state.get("save_id") for state in states}
+    return "its ranks' files are of different saves" if len(saves) > 1 else ""
+
+
+def _is_readable(path: Path) -> bool:
+    """Of files that the trainer wrote, as far as their format tells."""
+    if not path.is_file():
+        return True
+    try:
+        match path.suffix:
+            case ".json":
+                _read_json(path)
+            case ".safetensors":
+                with safe_open(str(path), framework="numpy"):
+                    return True
+            case ".pt" | ".pth" | ".bin":
+                return zipfile.is_zipfile(path)
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,40 @@
+"""What one rank does around its training: ends with its torchrun, holds its run directory, begins where it may."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+
+from swift_stage2.agent_watch import AgentWatch
+from swift_stage2.config import Stage2Config
+from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.model_check import check_hub_ids
+from swift_stage2.run_directory import starting_point, written_directory
+from swift_stage2.run_lock import hold_run_directory
+
+
+def train_rank(config: Stage2Config, config_path: str, *, resume: bool) -> int:
+    """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
+
+    Raises:
+        UserError: another run goes on in the run directory, an earlier one would be written over, or the model is on
+            a hub that may not be asked.
+    """
+    check_hub_ids(config.swift)
+    rank = os.environ.get("RANK", "0")
+    with ExitStack() as held:
+        held.enter_context(AgentWatch(os.environ, config.launch.learner.shutdown_timeout_s))
+        if (run_dir := written_directory(config.swift)) is not None:
+            held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
+        start = starting_point(config, resume=resume)
+        if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
+            for note in start.notes:
+                print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
+        trainer = importlib.import_module("swift_stage2.trainer")  # slow
+        if start.checkpoint is None:
+            return int(trainer.train(config_path))
+        resumed = replace(config, swift={**config.swift, "resume_from_checkpoint": str(start.checkpoint)})
+        return int(trainer.run_pipeline(resumed, config_path, asks_servers=True))

@@ -1,0 +1,115 @@
+"""Where a run may begin: in a new directory, or behind what an earlier run has trained in it, never over that.
+
+``launch`` and every rank ask before anything starts, and come to the same answer because nobody writes there meanwhile
+(see ``run_lock``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.checkpoint_check import checkpoint_step, why_not_whole
+from swift_stage2.config import Stage2Config
+from swift_stage2.errors import ConfigError
+
+_NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run begins, and what the user should know about it."""
+
+    checkpoint: Path | None = None
+    """To resume from, where the configuration names none."""
+    notes: tuple[str, ...] = ()
+
+
+def written_directory(swift: Mapping[str, Any]) -> Path | None:
+    """The directory that a run writes into and an earlier one may have; None where ms-swift makes a new folder."""
+    return _output_dir(swift) if str(swift.get("add_version")).lower() in _NO else None
+
+
+def starting_point(config: Stage2Config, *, resume: bool) -> StartingPoint:
+    """Where this run begins. ``resume``: from the last whole checkpoint of what was trained in ``swift.output_dir``.
+
+    Raises:
+        ConfigError: an earlier run would be written over, or there is nothing whole to resume from.
+    """
+    given = config.swift.get("resume_from_checkpoint")
+    written = written_directory(config.swift)
+    if resume:
+        if given:
+            raise ConfigError(
+                f"--resume finds the last whole checkpoint by itself, got resume_from_checkpoint={given!r}, too; "
+                "remove one of the two"
+            )
+        return _last_whole(config, written)
+    if written is None or (given and _is_below(Path(str(given)).expanduser(), written)):
+        return StartingPoint()
+    if found := what_was_trained(written):
+        raise ConfigError(
+            "swift.add_version: false writes into output_dir itself, which must hold no earlier run, got "
+            f"output_dir={str(written)!r} with {found}; go on with that run by --resume, or name another output_dir"
+        )
+    return StartingPoint()
+
+
+def what_was_trained(run_dir: Path) -> str:
+    """What shows that a run has trained here, in a few words; empty if nothing does."""
+    steps = [step for path in run_dir.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
+    if steps:
+        return f"checkpoint-{max(steps)}"
+    for path in sorted(run_dir.glob("audit/rank*.jsonl")):
+        with path.open("rb") as lines:
+            if any(b'"kind":"step"' in line for line in lines):
+                return f"the steps in {path.relative_to(run_dir)}"
+    log = run_dir / "logging.jsonl"
+    return "the losses in logging.jsonl" if log.is_file() and log.stat().st_size else ""
+
+
+def _last_whole(config: Stage2Config, written: Path | None) -> StartingPoint:
+    place = _output_dir(config.swift)
+    runs = [place] if written else [place, *place.glob("v*-*")]
+    found = [
+        (step, path)
+        for run in runs
+        for path in run.glob("checkpoint-*")
+        if (step := checkpoint_step(path)) is not None
+    ]
+    passed_over: list[str] = []
+    # The newest run first: one that was begun anew beside another has fewer steps, but is the last.
+    for _, path in sorted(found, key=lambda each: (_begun(each[1].parent), each[0]), reverse=True):
+        if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
+            return StartingPoint(path, (*passed_over, f"resuming from {path}"))
+        passed_over.append(f"{path} is passed over: {reason}")
+    trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
+    if not trained:
+        return StartingPoint(None, (f"nothing was trained in {place} yet: begins at the beginning",))
+    raise ConfigError(
+        f"--resume needs a whole checkpoint, got {'; '.join(passed_over) or f'none in {trained}'}; "
+        "name another output_dir to begin anew"
+    )
+
+
+def _output_dir(swift: Mapping[str, Any]) -> Path:
+    place = (
+        swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
+    )  # as ms-swift does
+    return Path(str(place)).expanduser().absolute()
+
+
+def _begun(run_dir: Path) -> float:
+    """When the run in it began, as far as its audit tells; else when it was last written to."""
+    try:
+        with (run_dir / "audit" / "rank0.jsonl").open("rb") as file:
+            return float(json.loads(file.readline())["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return run_dir.stat().st_mtime
+
+
+def _is_below(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())

@@ -1,0 +1,157 @@
+"""One run at a time in a run directory: each process of a run holds a lock that the kernel releases at its end.
+
+A holder's file appears below ``RUN_DIR/locks`` locked and written, so one that is not locked is of a process that has
+ended, and one that is tells whose it is. ``launch`` and every rank hold one; the ranks of one torchrun are one run,
+with the launch above them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from swift_stage2.errors import ConfigError, UserError
+
+_FOLDER = "locks"
+_SUFFIX = ".lock"
+_LONGEST_COMMAND = 300
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """One process that works in a run directory."""
+
+    role: str
+    """``launch`` or ``rank N``."""
+    pid: int
+    host: str
+    since: str
+    """Local time."""
+    command: str
+    agent_pid: int
+    """Its parent: torchrun's agent, for a rank."""
+    rendezvous: str
+    """What the ranks of one torchrun share on all machines; empty outside of torchrun."""
+
+    def describe(self) -> str:
+        """For a message."""
+        return f"{self.role}, process {self.pid} on {self.host} since {self.since}: {self.command}"
+
+
+@contextmanager
+def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """Makes this process one of the directory's run for as long as it is entered.
+
+    Raises:
+        UserError: another run goes on there.
+        ConfigError: the directory cannot be written.
+    """
+    me = _this_process(role, environment)
+    folder = run_dir / _FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, unnamed = tempfile.mkstemp(dir=folder, prefix=".")
+    except OSError as error:
+        raise ConfigError(
+            f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
+        ) from error
+    path = folder / f"{me.host}-{me.pid}{_SUFFIX}"
+    try:
+        if _lock(descriptor, folder):
+            os.write(descriptor, json.dumps(asdict(me)).encode())
+            os.fchmod(descriptor, 0o644)  # another user's run reads it, too
+            os.rename(unnamed, path)
+            _refuse_others(folder, path, me)
+        yield
+    finally:
+        for name in (Path(unnamed), path):
+            name.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _this_process(role: str, environment: Mapping[str, str]) -> Holder:
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return Holder(
+        role=role,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        command=shlex.join(psutil.Process().cmdline())[:_LONGEST_COMMAND],
+        agent_pid=os.getppid(),
+        rendezvous=" ".join(environment[name] for name in names if name in environment),
+    )
+
+
+def _lock(descriptor: int, folder: Path) -> bool:
+    """False, with a warning, where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        print(
+            f"swift-stage2: warning: {folder} is on a file system without locks ({error.strerror}); a second run "
+            "in the same directory would not be noticed",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+    return True
+
+
+def _refuse_others(folder: Path, own: Path, me: Holder) -> None:
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        if path == own:
+            continue
+        try:
+            with path.open("rb") as file:
+                if _is_abandoned(file.fileno()):
+                    path.unlink(missing_ok=True)
+                    continue
+                holder = _read(file.read())
+        except OSError:
+            continue  # its holder has ended meanwhile, or it is another user's to remove
+        if holder is None or not _is_same_run(me, holder):
+            who = holder.describe() if holder else f"a process that {path} does not name"
+            remedy = f"wait for its end, end it (kill {holder.pid}), or" if holder else "wait for its end, or"
+            raise UserError(
+                f"a run directory has one run at a time, got {folder.parent}, where another goes on ({who}); "
+                f"{remedy} name another swift.output_dir"
+            )
+
+
+def _is_abandoned(descriptor: int) -> bool:
+    """Shared, so that two who look at once do not take each other for the holder."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(text: bytes) -> Holder | None:
+    with suppress(ValueError, TypeError):
+        return Holder(**json.loads(text))
+    return None
+
+
+def _is_same_run(me: Holder, other: Holder) -> bool:
+    if other.host != me.host:
+        return bool(me.rendezvous) and other.rendezvous == me.rendezvous
+    if me.rendezvous and (other.rendezvous, other.agent_pid) == (me.rendezvous, me.agent_pid):
+        return True
+    return other.pid in {parent.pid for parent in psutil.Process().parents()}

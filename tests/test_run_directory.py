@@ -1,0 +1,253 @@
+"""A run is never written over, and goes on only from a checkpoint that is whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.numpy import save_file
+from telemetry.run_facts import step as step_facts
+
+from swift_stage2 import resume
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.errors import ConfigError
+from swift_stage2.run_directory import starting_point
+from swift_stage2.telemetry import Telemetry
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., Stage2Config]:
+    def configure(*, b_ratio: float = 0.5, **swift: Any) -> Stage2Config:
+        place = {"output_dir": str(tmp_path / "run"), "add_version": False}
+        content = {
+            "swift": {"model": "m", "dataset": ["d"], "gradient_accumulation_steps": 1, **place, **swift},
+            "stage2_ab": {"schedule": {"b_ratio": b_ratio}},
+            "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000"}]},
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return load_config(path)
+
+    return configure
+
+
+Configure = Callable[..., Stage2Config]
+
+
+def write_checkpoint(run_dir: Path, step: int, *, num_ranks: int = 2) -> Path:
+    """As Hugging Face and the ranks leave it."""
+    directory = run_dir / f"checkpoint-{step}"
+    directory.mkdir(parents=True)
+    for rank in range(num_ranks):
+        resume.write_state(
+            str(directory),
+            rank=rank,
+            world_size=num_ranks,
+            step=step,
+            a_batches_in_epoch=3,
+            state={"save_id": f"save{step}"},
+        )
+        suffix = f"_{rank}" if num_ranks > 1 else ""
+        torch.save({"rank": rank}, directory / f"rng_state{suffix}.pth")
+    save_file({"weight": np.ones((8, 8), np.float32)}, directory / "model.safetensors")
+    torch.save({"moments": torch.ones(8)}, directory / "optimizer.pt")
+    (directory / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return directory
+
+
+def train_one_step(run_dir: Path) -> None:
+    telemetry = Telemetry(run_dir, 0, 1, tensorboard=False, queue_limit=8, total_steps=40)
+    telemetry.record_start(0)
+    telemetry.record_step(step_facts(0))
+    telemetry.close()
+
+
+# --- never over an earlier run ----------------------------------------------------------------------
+
+
+def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
+    configured: Configure, tmp_path: Path
+) -> None:
+    config = configured()
+    assert starting_point(config, resume=False).checkpoint is None
+    telemetry = Telemetry(tmp_path / "run", 0, 1, tensorboard=False, queue_limit=8)
+    telemetry.record_start(0)  # a start that failed before its first step
+    telemetry.close()
+    (tmp_path / "run" / "logs").mkdir()
+    assert starting_point(config, resume=False).notes == ()
+
+
+@pytest.mark.parametrize("trace", ["checkpoint", "audit", "log"])
+def test_an_earlier_run_is_not_written_over(configured: Configure, tmp_path: Path, trace: str) -> None:
+    run_dir = tmp_path / "run"
+    if trace == "checkpoint":
+        write_checkpoint(run_dir, 9)
+        write_checkpoint(run_dir, 10)
+    elif trace == "audit":
+        train_one_step(run_dir)
+    else:
+        run_dir.mkdir()
+        (run_dir / "logging.jsonl").write_text('{"loss": 1}\n')
+    told = {"checkpoint": "checkpoint-10", "audit": "audit/rank0.jsonl", "log": "logging.jsonl"}[trace]
+    for no in (False, "false"):
+        with pytest.raises(ConfigError, match=rf"output_dir='{run_dir}' with .*{told}; go on .* by --resume"):
+            starting_point(configured(add_version=no), resume=False)
+    for fresh in ({"add_version": True}, {"output_dir": str(tmp_path / "other")}):
+        assert starting_point(configured(**fresh), resume=False).checkpoint is None
+
+
+def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers_does_not(
+    configured: Configure, tmp_path: Path
+) -> None:
+    own = write_checkpoint(tmp_path / "run", 5)
+    other = write_checkpoint(tmp_path / "other", 5)
+    (tmp_path / "link").symlink_to(own)
+    for place in (own, tmp_path / "link"):
+        assert starting_point(configured(resume_from_checkpoint=str(place)), resume=False).checkpoint is None
+    with pytest.raises(ConfigError, match="must hold no earlier run"):
+        starting_point(configured(resume_from_checkpoint=str(other)), resume=False)
+
+
+# --- from the last whole checkpoint -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_last_whole_checkpoint_is_taken(configured: Configure, tmp_path: Path, num_ranks: int) -> None:
+    for number in (5, 10, 100):
+        last = write_checkpoint(tmp_path / "run", number, num_ranks=num_ranks)
+    (tmp_path / "run" / "checkpoint-best").mkdir()
+    (tmp_path / "run" / "last-checkpoint").symlink_to(last)
+    start = starting_point(configured(), resume=True)
+    assert start.checkpoint == last
+    assert start.notes == (f"resuming from {last}",)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "no rank file": ("stage2_rank1.json is missing", lambda d: (d / "stage2_rank1.json").unlink()),
+    "cut rank file": ("stage2_rank0.json is cut", lambda d: cut(d / "stage2_rank0.json")),
+    "no rank files": (
+        "stage2_rank0.json is missing",
+        lambda d: [path.unlink() for path in d.glob("stage2_*")],
+    ),
+    "another save": (
+        "files are of different saves",
+        lambda d: rewrite(d / "stage2_rank1.json", "save10", "save5"),
+    ),
+    "another step": ("resumes with its own step", lambda d: rewrite(d / "stage2_rank1.json", "10,", "5,")),
+    "no weights": ("model.safetensors is missing", lambda d: (d / "model.safetensors").unlink()),
+    "cut weights": ("model.safetensors is cut", lambda d: cut(d / "model.safetensors")),
+    "empty weights": ("model.safetensors is cut", lambda d: (d / "model.safetensors").write_bytes(b"")),
+    "no shard": (
+        "model-2.safetensors is missing",
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+        ),
+    ),
+    "no optimizer": ("optimizer.pt is missing", lambda d: (d / "optimizer.pt").unlink()),
+    "cut optimizer": ("optimizer.pt is cut", lambda d: cut(d / "optimizer.pt")),
+    "no random state": ("rng_state_1.pth is missing", lambda d: (d / "rng_state_1.pth").unlink()),
+    "no trainer state": ("cannot be read", lambda d: (d / "trainer_state.json").unlink()),
+    "cut trainer state": ("trainer_state.json is cut", lambda d: cut(d / "trainer_state.json")),
+    "renamed": (
+        "trainer_state.json is of step 9",
+        lambda d: rewrite(d / "trainer_state.json", "10", "9"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_not_whole_is_passed_over_with_its_reason(
+    configured: Configure, tmp_path: Path, damage: str
+) -> None:
+    reason, do = DAMAGES[damage]
+    before, last = (write_checkpoint(tmp_path / "run", number) for number in (5, 10))
+    do(last)
+    start = starting_point(configured(), resume=True)
+    assert start.checkpoint == before
+    assert len(start.notes) == 2
+    assert start.notes[0].startswith(f"{last} is passed over: ")
+    assert reason in start.notes[0]
+    do(before)
+    if damage not in ("another step", "another save", "renamed"):  # of a step of their own
+        with pytest.raises(ConfigError, match=r"--resume needs a whole checkpoint, got .*checkpoint-10.*; "):
+            starting_point(configured(), resume=True)
+
+
+def test_a_run_without_channel_b_needs_no_ranks_files(configured: Configure, tmp_path: Path) -> None:
+    last = write_checkpoint(tmp_path / "run", 10)
+    for path in last.glob("stage2_*"):
+        path.unlink()
+    assert starting_point(configured(b_ratio=0), resume=True).checkpoint == last
+
+
+def test_where_nothing_was_trained_a_resume_begins_and_says_so(configured: Configure, tmp_path: Path) -> None:
+    start = starting_point(configured(), resume=True)
+    assert start.checkpoint is None
+    assert start.notes == (f"nothing was trained in {tmp_path / 'run'} yet: begins at the beginning",)
+
+
+def test_where_steps_were_trained_but_none_saved_a_resume_is_refused(
+    configured: Configure, tmp_path: Path
+) -> None:
+    train_one_step(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"whole checkpoint, got none in .*run with the steps in audit/rank0"
+    ):
+        starting_point(configured(), resume=True)
+
+
+def test_of_several_versions_the_run_that_began_last_goes_on(configured: Configure, tmp_path: Path) -> None:
+    for name, number in (("v0-20260101-000000", 40), ("v1-20260102-000000", 5)):
+        train_one_step(tmp_path / "run" / name)
+        last = write_checkpoint(tmp_path / "run" / name, number)
+    assert starting_point(configured(add_version=True), resume=True).checkpoint == last
+
+
+def test_two_ways_to_say_where_to_begin_are_refused(configured: Configure, tmp_path: Path) -> None:
+    last = write_checkpoint(tmp_path / "run", 10)
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        starting_point(configured(resume_from_checkpoint=str(last)), resume=True)
+
+
+@pytest.mark.parametrize("command", ["launch", "train"])
+def test_a_second_start_is_one_line_and_changes_nothing(
+    tmp_path: Path, rows_file: Path, command: str
+) -> None:
+    run_dir = tmp_path / "run"
+    write_checkpoint(run_dir, 10)
+    train_one_step(run_dir)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    path = tmp_path / "run.yaml"
+    swift = {"model": str(model), "dataset": [str(rows_file)], "output_dir": "run", "add_version": False}
+    path.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))
+    before = {each: each.stat().st_mtime_ns for each in run_dir.rglob("*") if each.is_file()}
+    result = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", command, str(path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "checkpoint-10; go on with that run by --resume, or name another output_dir" in result.stderr
+    assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*") if each.is_file()} == before

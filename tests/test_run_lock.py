@@ -1,0 +1,131 @@
+"""One run at a time in a run directory: real processes, and what the kernel leaves of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.run_lock import hold_run_directory
+
+_DEADLINE_S = 60.0
+_TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+_HOLD = """
+import os, subprocess, sys
+from pathlib import Path
+from swift_stage2.errors import UserError
+from swift_stage2.run_lock import hold_run_directory
+try:
+    with hold_run_directory(Path(sys.argv[1]), sys.argv[2], os.environ):
+        if len(sys.argv) > 3:
+            subprocess.run([sys.executable, "-c", sys.argv[3], *sys.argv[1:3]], timeout=60)
+        print("held", flush=True)
+        sys.stdin.read()
+except UserError as error:
+    print(f"refused: {error}", flush=True)
+"""
+
+
+class Holding:
+    """A process that has said whether it holds the directory."""
+
+    def __init__(self, run_dir: Path, role: str, variables: dict[str, str], *, below: str = "") -> None:
+        command = [sys.executable, "-c", _HOLD, str(run_dir), role, *([below] if below else [])]
+        self.process = subprocess.Popen(
+            [*([] if variables.get("AGENT") is None else ["sh", "-c", '"$@"; exit', "sh"]), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ) | variables,
+        )
+
+    def word(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        """Its standard input closes, so that also what stands below a shell ends."""
+        self.process.communicate(timeout=_DEADLINE_S)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Holding]]:
+    started: list[Holding] = []
+
+    def begin(role: str, variables: dict[str, str] | None = None, *, below: str = "") -> Holding:
+        started.append(Holding(tmp_path, role, variables or {}, below=below))
+        return started[-1]
+
+    yield begin
+    for holding in started:
+        holding.end()
+
+
+Start = Callable[..., Holding]
+
+
+def test_a_second_run_is_refused_with_the_first_ones_identity(tmp_path: Path, start: Start) -> None:
+    first = start("launch")
+    assert first.word() == "held"
+    with pytest.raises(UserError) as refused, hold_run_directory(tmp_path, "rank 0", {}):
+        raise AssertionError("it was let in")
+    told = str(refused.value)
+    (file,) = tmp_path.glob("locks/*.lock")
+    since = json.loads(file.read_text())["since"]
+    for words in (
+        f"got {tmp_path}, where another goes on",
+        f"(launch, process {first.process.pid} on {os.uname().nodename} since {since}: ",
+        "hold_run_directory",  # of its command
+        f"end it (kill {first.process.pid}), or name another swift.output_dir",
+    ):
+        assert words in " ".join(told.split())
+    assert [path.name for path in tmp_path.glob("locks/*")] == [file.name], "the refused one left something"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_lock_ends_with_its_process(tmp_path: Path, start: Start, is_killed: bool) -> None:
+    first = start("launch")
+    assert first.word() == "held"
+    if is_killed:
+        first.process.kill()
+    first.end()
+    assert len(list(tmp_path.glob("locks/*"))) == is_killed
+    with hold_run_directory(tmp_path, "launch", {}):
+        (file,) = tmp_path.glob("locks/*")  # the dead one's is swept
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert list(tmp_path.glob("locks/*")) == []
+
+
+def test_of_many_that_start_at_once_at_most_one_goes_on(start: Start) -> None:
+    words = [each.word() for each in [start(f"rank {number}") for number in range(6)]]
+    assert words.count("held") <= 1
+    assert all(word == "held" or "one run at a time" in word for word in words)
+
+
+def test_ranks_of_one_torchrun_are_one_run_and_those_of_another_are_not(start: Start) -> None:
+    ranks = [start(f"rank {rank}", _TORCHRUN) for rank in range(3)]
+    assert [each.word() for each in ranks] == ["held"] * 3
+    assert "rank 0, process" in start("rank 3", _TORCHRUN | {"AGENT": "another"}).word()
+    assert "one run at a time" in start("rank 3", _TORCHRUN | {"MASTER_PORT": "29501"}).word()
+
+
+def test_a_rank_below_a_launch_is_of_its_run(start: Start) -> None:
+    below = _HOLD.replace("        sys.stdin.read()\n", "")
+    launch = start("launch", below=below)
+    assert [launch.word(), launch.word()] == ["held", "held"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with (
+        pytest.raises(ConfigError, match=r"swift\.output_dir must be a writable directory, got .*file"),
+        hold_run_directory(file, "launch", {}),
+    ):
+        raise AssertionError("it was let in")
