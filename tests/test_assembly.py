@@ -154,7 +154,16 @@ def test_a_server_that_comes_up_late_is_waited_for(
 ) -> None:
     server.on_get = lambda call: Answer(status=503 if len(server.calls) < 2 else 404)
     wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
-    assert len(server.calls) == 2
+    assert len(server.calls) == 3  # that a server is stock is asked twice
+
+
+def test_one_odd_answer_makes_no_server_a_stock_one(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
+    body = json.dumps(info.to_json()).encode()
+    server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else Answer(body=body)
+    assert wait_for_servers(configure(server.url), SingleRank()) == {server.url}
 
 
 def test_a_stock_server_needs_vllm_beside_the_learner(

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 from random import Random
 
 from swift_stage2 import rollout_protocol as protocol
@@ -68,7 +69,7 @@ def endless_answers() -> list[AttackResult]:
     bomb = _gzip_bomb(_BOMB_MIB)
     kinds: dict[str, Callable[[str], Iterable[bytes]]] = {
         f"gzip bomb of {len(bomb) / 1e6:.1f} MB": lambda path: (_head(len(bomb), b"gzip"), bomb),
-        "1 GB of spaces": lambda path: (_head(_LONG_MIB * _MIB), *(b" " * _MIB for _ in range(_LONG_MIB))),
+        "1 GB of spaces": lambda path: chain([_head(_LONG_MIB * _MIB)], repeat(b" " * _MIB, _LONG_MIB)),
         "1 GB of chunks, no length": lambda path: _chunks(),
         "a byte every 0.2 s": lambda path: _trickle(),
         "100 Continue without end": lambda path: _interim(),
