@@ -130,11 +130,16 @@ class AnswerTargets:
         loggers = [logging.getLogger(name) for name in ("swift_stage2.rollout_merger", "uvicorn.error")]
         for logger in loggers:
             logger.addHandler(self._merger_log)
+        clients = logging.getLogger("swift_stage2.channel_b.rollout_client")
+        level, clients.propagate = clients.level, False  # it tells every suspect, some thousands here
+        clients.setLevel(logging.ERROR)
         try:
             yield
         finally:
             for logger in loggers:
                 logger.removeHandler(self._merger_log)
+            clients.setLevel(level)
+            clients.propagate = True
             self._connection.close()
             self._http.close()
 
