@@ -60,6 +60,11 @@ class SuspectProbe:
         if self._active:
             self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
     def watch(self, base_urls: Sequence[str]) -> None:
         """Replaces the servers to ask; what was heard of servers that are no longer watched is forgotten."""
         with self._changed:

@@ -155,7 +155,8 @@ def test_a_server_that_comes_up_late_is_waited_for(
     stock = server.on_get
     server.on_get = lambda call: Answer(status=503) if len(server.calls) < 2 else stock(call)
     wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
-    assert [call.path for call in server.calls] == [protocol.SERVER_INFO] * 2 + [protocol.WORLD_SIZE]
+    # That a server is stock is asked twice.
+    assert [call.path for call in server.calls] == [protocol.SERVER_INFO] * 3 + [protocol.WORLD_SIZE]
 
 
 def test_another_program_is_no_stock_server(
@@ -164,6 +165,15 @@ def test_another_program_is_no_stock_server(
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
     with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
+
+
+def test_one_odd_answer_makes_no_server_a_stock_one(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
+    body = json.dumps(info.to_json()).encode()
+    server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else Answer(body=body)
+    assert wait_for_servers(configure(server.url), SingleRank()) == {server.url}
 
 
 def test_a_stock_server_needs_vllm_beside_the_learner(

@@ -103,6 +103,18 @@ def test_a_dtype_that_no_tensor_can_have_is_the_servers_fault(dtype: str) -> Non
     assert f"bias: learner float32 server {dtype}" in str(outcome.reports[0].error)
 
 
+def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes_on() -> None:
+    """Taken for a stock one it would be sent weights over vLLM's group, which may not even be installed here."""
+    export = WeightExport(torch.nn.Linear(2, 2))
+    with answering_as_ours(export.manifest()) as server:
+        sync = sync_of(export, server, free_port())
+        sync.run(1, [0])
+        server.on_get = lambda call: Answer(status=404)
+        outcome = sync.run(1, [0])
+    assert (outcome.failed, outcome.learner_fault) == ((0,), None)
+    assert "a server that was ours in this run must stay ours" in str(outcome.reports[0].error)
+
+
 class NoMemory(torch.Tensor):
     """What a copy to another device raises there."""
 

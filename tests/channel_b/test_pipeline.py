@@ -131,6 +131,7 @@ class StandInClient:
         self.calls: list[tuple[SampleKey, ...]] = []
         self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
         self.evaluated: list[tuple[int, ...]] = []  # rows
+        self.distrusted: list[str] = []
 
     def generate(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
@@ -146,6 +147,9 @@ class StandInClient:
         self._ledger.sent(keys, server="stand-in", seed=1, version=self._clock.current)
         self._ledger.finished(keys, server="stand-in", end="answered", seconds=0.01)
         return self.answer(samples)
+
+    def distrust(self, server: str, reason: str) -> None:
+        self.distrusted.append(server)
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
         return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
@@ -551,6 +555,36 @@ def test_a_server_with_another_prompt_is_no_reason_to_stop(make_bench: Callable[
     assert bench.pipeline._work_once()
     assert {reason for _, reason, _ in bench.events.quarantines} == {QuarantineReason.SAMPLE}
     assert all("num_server_tokens=3" in message for _, _, message in bench.events.quarantines)
+
+
+def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(
+    make_bench: Callable[..., Bench], rows: list[dict[str, Any]]
+) -> None:
+    """Half of the rows ask another question; answers to equal prompts may have been mixed up as well."""
+    asked = [
+        {**row, "messages": [{"role": "user", "content": f"<image>{number % 2}"}, *row["messages"][1:]]}
+        for number, row in enumerate(rows)
+    ]
+    bench = make_bench(asked)
+
+    def permuted(samples: Sequence[Sample]) -> BatchOutcome:
+        answers = [bench.client.rollout(sample) for sample in samples]
+        return BatchOutcome(
+            rollouts=tuple(
+                replace(rollout, sample=sample)
+                for sample, rollout in zip(samples, answers[1:] + answers[:1], strict=True)
+            )
+        )
+
+    bench.client.answer = permuted
+    bench.observe()
+    assert bench.pipeline._work_once()
+    (server,) = bench.client.distrusted
+    assert server == "http://127.0.0.1:1"
+    assert (bench.events.quarantines, bench.events.segments, bench.queue.statistics().depth) == ([], [], 0)
+    bench.client.answer = bench.client.answer_all
+    bench.pipeline._work_once()
+    assert set(bench.client.calls[0]) <= set(bench.client.calls[1]), "asked again first, no attempt counted"
 
 
 # --- evaluation --------------------------------------------------------------------------------------

@@ -460,6 +460,8 @@ def test_one_rank_has_at_most_one_post_per_server_in_flight(
         ({"weight_version": 3, "incarnation": "b", "run_id": "run"}, "incarnation='b' instead of 'a'"),
         ({"weight_version": 3, "incarnation": "a", "run_id": "old"}, "run_id='old'"),
         ({}, "incarnation=None instead of 'a'"),
+        ({"weight_version": None, "incarnation": "a", "run_id": "run"}, "weight_version=None version=3"),
+        ({"weight_version": 3, "incarnation": "a", "run_id": None}, "run_id=None"),
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
@@ -479,10 +481,10 @@ def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
 def test_without_a_proven_incarnation_the_first_reply_names_it(
     server: FakeRolloutServer, fence: InferFence
 ) -> None:
-    server.on_infer = stamped(incarnation="a")
+    server.on_infer = stamped(weight_version=3, incarnation="a")
     with make_client(server, fence=fence) as client:
         assert len(ask(client, 1).rollouts) == 1
-        server.on_infer = stamped(incarnation="b")
+        server.on_infer = stamped(weight_version=3, incarnation="b")
         assert ask(client, 1).suspects.keys() == {server.url}
 
 

@@ -90,6 +90,11 @@ class ServerTrust:
             for completion in completions:
                 if self._incarnation is None:
                     self._incarnation = completion.incarnation
+                if completion.incarnation != self._incarnation:
+                    return (
+                        "the server must be the process that the last round proved, got "
+                        f"incarnation={completion.incarnation!r} instead of {self._incarnation!r}"
+                    )
                 must_stamp = self._incarnation is not None
                 if completion.weight_version != version and (
                     must_stamp or completion.weight_version is not None
@@ -100,9 +105,4 @@ class ServerTrust:
                     )
                 if run_id not in (None, completion.run_id) and (must_stamp or completion.run_id is not None):
                     return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
-                if completion.incarnation != self._incarnation:
-                    return (
-                        "the server must be the process that the last round proved, got "
-                        f"incarnation={completion.incarnation!r} instead of {self._incarnation!r}"
-                    )
         return None

@@ -1,0 +1,179 @@
+"""What a call takes of a server, byte by byte over a real socket: sizes, encodings, cookies, redirects, deadlines."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.bench.attacks.hostile_server import HostileServer
+from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.server_call import ServerCaller
+from swift_stage2.server_session import Deadline, ServerSession
+
+AMPLE_S = 20.0
+SHORT_S = 0.3
+LIMIT = 1 << 16
+MIB = 1 << 20
+
+
+def answer(body: bytes, *headers: str, status: int = 200) -> Callable[[str], Iterable[bytes]]:
+    head = "\r\n".join([f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", *headers, "", ""])
+    return lambda path: [head.encode("latin-1") + body]
+
+
+@pytest.fixture
+def server() -> Iterator[HostileServer]:
+    with HostileServer(answer(b"{}")) as server:
+        yield server
+
+
+@pytest.fixture
+def caller(server: HostileServer) -> Iterator[ServerCaller]:
+    caller = ServerCaller(server.url, api_key=None)
+    yield caller
+    caller.close()
+
+
+def ask(caller: ServerCaller, timeout_s: float = AMPLE_S) -> Any:
+    return caller.ask("GET", "/x/", timeout_s=timeout_s, most_bytes=LIMIT)
+
+
+def fault_of(caller: ServerCaller, timeout_s: float = AMPLE_S) -> ServerFault:
+    with pytest.raises(ServerFault) as caught:
+        ask(caller, timeout_s)
+    return caught.value
+
+
+@pytest.mark.parametrize("window", [31, 15])
+def test_an_encoded_answer_is_unfolded(server: HostileServer, caller: ServerCaller, window: int) -> None:
+    packer = zlib.compressobj(wbits=window)
+    body = packer.compress(b'{"a": 1}') + packer.flush()
+    server.answer = answer(body, f"Content-Encoding: {'gzip' if window == 31 else 'deflate'}")
+    assert ask(caller) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "message"),
+    [
+        (b" " * (LIMIT + 1), [], f"at most {LIMIT} bytes"),
+        (gzip.compress(b" " * (LIMIT + 1)), ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
+        (gzip.compress(b"{}") + b" " * LIMIT, ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
+        (
+            gzip.compress(gzip.compress(b"{}")),
+            ["Content-Encoding: gzip, gzip"],
+            "content_encoding='gzip, gzip'",
+        ),
+        (b"{}", ["Content-Encoding: br"], "content_encoding='br'"),
+        (gzip.compress(b"{}")[:-4], ["Content-Encoding: gzip"], "whose encoding has no end"),
+        (b"{}", ["Content-Encoding: gzip"], "encoded as it says"),
+        ("{}".encode("utf-16"), ["Content-Type: application/json; charset=utf-16"], "is not JSON"),
+        (b'"\\ud800"', [], "is not JSON"),
+        (b"[" * 5000 + b"]" * 5000, [], "recursion limit exceeded"),
+        (b"1" + b"0" * 5000, [], "number out of range"),
+        (b"NaN", [], "is not JSON"),
+    ],
+)
+def test_what_no_sound_server_sends_is_its_fault(
+    server: HostileServer, caller: ServerCaller, body: bytes, headers: list[str], message: str
+) -> None:
+    server.answer = answer(body, *headers)
+    fault = fault_of(caller)
+    assert fault.kind is FaultKind.UNUSABLE
+    assert message in str(fault)
+
+
+@pytest.mark.parametrize("charset", ["utf-16", "idna", "hex", "no-such"])
+def test_an_error_answer_is_quoted_whatever_charset_it_claims(
+    server: HostileServer, caller: ServerCaller, charset: str
+) -> None:
+    server.answer = answer(b"no\x00 engine", f"Content-Type: text/plain; charset={charset}", status=503)
+    fault = fault_of(caller)
+    assert (fault.kind, fault.status) == (FaultKind.STATUS, 503)
+    assert "status 503: no\N{REPLACEMENT CHARACTER} engine" in str(fault)
+
+
+def test_nothing_is_read_past_the_limit(server: HostileServer, caller: ServerCaller) -> None:
+    sent: list[int] = []
+
+    def endless(path: str) -> Iterable[bytes]:
+        yield b"HTTP/1.1 200 X\r\n\r\n"
+        for piece in repeat(b" " * MIB):
+            sent.append(len(piece))
+            yield piece
+
+    server.answer = endless
+    assert fault_of(caller).kind is FaultKind.UNUSABLE
+    # What the sockets between them hold may have left the server as well.
+    assert sum(sent) < 64 * MIB
+
+
+@pytest.mark.parametrize("piece", [b" ", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["body", "interim"])
+def test_a_call_ends_at_its_deadline_however_often_something_arrives(
+    server: HostileServer, caller: ServerCaller, piece: bytes
+) -> None:
+    def trickle(path: str) -> Iterable[bytes]:
+        yield b"HTTP/1.1 200 X\r\nContent-Length: 60000\r\n\r\n" if piece == b" " else b""
+        while not server._ending.wait(0.02):
+            yield piece
+
+    server.answer = trickle
+    fault = fault_of(caller, SHORT_S)
+    assert fault.kind is FaultKind.LATE
+    assert f"no whole answer in time, got timeout_s={SHORT_S:.3f}" in str(fault)
+
+
+def test_a_cookie_is_neither_kept_nor_sent(server: HostileServer, caller: ServerCaller) -> None:
+    server.answer = answer(b"{}", "Set-Cookie: session=1; Path=/")
+    ask(caller)
+    ask(caller)
+    assert len(server.calls) == 2
+    assert not any(b"cookie" in head.lower() for head in server.calls)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(server: HostileServer, status: int) -> None:
+    with HostileServer(answer(b"{}")) as other:
+        server.answer = answer(b"", f"Location: {other.url}/x/", status=status)
+        caller = ServerCaller(server.url, api_key="sk-key")
+        assert fault_of(caller).status == status
+        caller.close()
+        assert other.calls == []
+
+
+def test_a_server_that_was_ours_is_no_stock_one_for_an_answer_of_404(server: HostileServer) -> None:
+    server.answer = answer(b"", status=404)
+    with ServerSession(server.url) as session:
+        assert session.info(Deadline(AMPLE_S)).stock
+    with (
+        ServerSession(server.url, must_be_ours=True) as session,
+        pytest.raises(ServerFault, match="was ours in this run must stay ours"),
+    ):
+        session.info(Deadline(AMPLE_S))
+
+
+def infer_reply(token: str = "1", logprob: str = "-1") -> Any:
+    """One completion, with JSON of any kind in two of its places."""
+    text = (
+        '[{"response": {"choices": [{"message": {"content": "x"}, "token_ids": [TOKEN], '
+        '"logprobs": {"content": [{"logprob": LOGPROB}]}}], "prompt_token_ids": [1]}}]'
+    )
+    return protocol.parse_json(text.replace("TOKEN", token).replace("LOGPROB", logprob).encode())
+
+
+@pytest.mark.parametrize("logprob", ["1e400", "-1e400", "1" + "0" * 400, "true", "null", '"-1"'])
+def test_a_log_probability_that_is_no_finite_number_is_refused(logprob: str) -> None:
+    assert protocol.parse_infer_reply(infer_reply(), 1)[0].log_probs == (-1.0,)
+    with pytest.raises(ProtocolError, match="logprob must be a finite number"):
+        protocol.parse_infer_reply(infer_reply(logprob=logprob), 1)
+
+
+@pytest.mark.parametrize("token", ["1" + "0" * 400, "9223372036854775808", "1.0", "true"])
+def test_a_token_id_of_more_than_64_bits_is_refused(token: str) -> None:
+    with pytest.raises(ProtocolError, match="token_ids must be a list of integers of 64 bits"):
+        protocol.parse_infer_reply(infer_reply(token=token), 1)
