@@ -194,9 +194,7 @@ def odd_bodies() -> Iterator[tuple[str, bytes]]:
             yield path, raw
         body, fields = FIELDS[path]
         for field in fields:
-            for value in [
-                odd for odd in ODD if (field, odd) != ("request_config", None)
-            ]:  # thousands of tokens
+            for value in (odd for odd in ODD if field != "request_config" or odd not in (None, {})):
                 yield path, json.dumps({**body, field: value}).encode()
     body = FIELDS[protocol.INFER][0]
     for option in OPTIONS:
