@@ -146,16 +146,14 @@ def _files(target: _Target, folder: Path) -> list[AttackResult]:
             "id": "1",
             "function": {"name": "f", "arguments": json.dumps({"a": tag}).replace("<", "\\u003c")},
         }
-        image = {
-            "messages": [{"role": "user", "content": "<image>a"}],
-            "images": [_base64(_hollow_png(64, 64))],
-        }
+        picture = _base64(_hollow_png(64, 64))
+        image: dict[str, Any] = _text("<image>a") | {"images": [picture]}
         conversations: list[dict[str, Any]] = [
             _text(tag),
             _text(f"<video>{place}</video>"),
             _text(f"<audio>{place}</audio>"),
             {**image, "images": [place]},
-            {**image, "images": [f"{place};base64,{image['images'][0]}"]},
+            {**image, "images": [f"{place};base64,{picture}"]},
             {**image, "videos": [place]},
             {**image, "audios": [place]},
             {**image, "chat_template_kwargs": {"image": place}},
@@ -191,13 +189,15 @@ def _bodies(target: _Target, folder: Path) -> list[AttackResult]:
         protocol.INFER, protocol.INIT_COMMUNICATOR, protocol.UPDATE_FLATTENED_PARAMS, protocol.UPDATE_NAMED_PARAM,
         protocol.BEGIN_ROUND, protocol.FINISH_ROUND, protocol.ABORT,
     )  # fmt: skip
-    odd = (b"", b"{", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"NaN", b"1" * 6000, b"null", b"[]", b'"\\ud800"',
-           b"[" + b"0," * 2**21 + b"0]")  # fmt: skip
+    odd = (
+        b"", b"{", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"NaN", b"1" * 6000, b"null", b"[]",
+        b'"\\ud800"', b"[" + b"0," * 2**21 + b"0]",
+    )  # fmt: skip
     tries = [_post(path, body) for path in paths for body in odd]
     texts = ("\ud800", "\0", "a" * 2000)
     tries += [_post(protocol.INFER, json.dumps({"infer_requests": [_text(text)], key: text}).encode())
               for text in texts for key in ("request_config", "use_tqdm", "adapter_request")]  # fmt: skip
-    timeouts = ("abc", 1e400, -1, True, [], 10**30)
+    timeouts: tuple[Any, ...] = ("abc", 1e400, -1, True, [], 10**30)
     tries += [_post(path, json.dumps({"host": "127.0.0.1", "port": 1, "round_id": "r", "run_id": "a", "version": 1,
                                       "manifest": [], "timeout_s": value}).encode())
               for value in timeouts for path in (protocol.INIT_COMMUNICATOR, protocol.BEGIN_ROUND)]  # fmt: skip
