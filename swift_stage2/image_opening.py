@@ -26,6 +26,7 @@ _UNREADABLE = (
     TypeError,
     LookupError,
     ArithmeticError,
+    RuntimeError,
     struct.error,
     Image.DecompressionBombError,
 )

@@ -8,6 +8,7 @@ app       binds, loads, serves, ends              serve()
 routes    paths, statuses, bearer token           create_app()
 service   engine + rounds + who answers           RolloutService
 ├── infer_wire           /infer/ body in, RolloutOutput records out
+├── sealed_template      a template that opens nothing by name; foreign_code: nor runs a checkpoint's Python
 ├── weight_rounds        which step is allowed now; the door of /infer/
 │   └── weight_receiver  buckets off the wire, checksums
 └── engine               records and the Engine Protocol

@@ -45,7 +45,8 @@ class InferCall:
         conversations = record.get("infer_requests")
         if not isinstance(conversations, list) or not conversations:
             raise ProtocolError("infer_requests must be a list of at least one request")
-        options = _object(record.get("request_config") or {}, "request_config")
+        config = record.get("request_config")
+        options = _object({} if config is None else config, "request_config")
         _check_options(options)
         self.return_details = options.get("return_details") is True
         faults = check_conversations(conversations, limits or RequestLimits())

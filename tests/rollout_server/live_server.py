@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from PIL import Image, ImageDraw
 from swift_stage2 import demo, rollout_protocol
 from swift_stage2.cpu_torchvision import declare_operators
 from swift_stage2.http_listener import HttpServer, bind
+from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
@@ -39,6 +42,19 @@ def base64_png(image: Image.Image) -> str:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return base64.b64encode(stream.getvalue()).decode()
+
+
+def hollow_png(width: int, height: int) -> bytes:
+    """A whole PNG of black pixels, one bit each: kilobytes that say megapixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((1 + (width + 7) // 8) * height), 9)
+    signature = b"\x89PNG\r\n\x1a\n"
+    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def image_request(shade: int = 200, text: str = "find") -> dict[str, Any]:
@@ -93,12 +109,14 @@ class RunningServer:
 
 
 @contextmanager
-def serve(engine: Any, api_key: str | None = None) -> Iterator[RunningServer]:
+def serve(
+    engine: Any, api_key: str | None = None, limits: RequestLimits | None = None
+) -> Iterator[RunningServer]:
     """A server with a service of its own on port 0, in a thread, for as long as the context lasts."""
     service = RolloutService(engine)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, api_key), service.end_work)
+    uvicorn_server = HttpServer(create_app(service, api_key, limits), service.end_work)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from typing import Any
 
 import pytest
-from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, image_request, load_learner, text_request
+from live_server import (
+    CALL_TIMEOUT_S,
+    LearnerRound,
+    RunningServer,
+    hollow_png,
+    image_request,
+    load_learner,
+    text_request,
+)
 
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -61,6 +70,22 @@ def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
     assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 2]
     assert outcome.suspects == {}
+
+
+@pytest.mark.parametrize(
+    "content", [hollow_png(9000, 9000), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
+)
+def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not_asked_for_ever(
+    server: RunningServer, proof: RoundProof, content: bytes
+) -> None:
+    refused = image_request() | {"images": [base64.b64encode(content).decode()]}
+    with make_client(server, proof, canary=text_request()) as client:
+        outcome = ask(client, [image_request(40), refused, image_request(200)])
+    ((sample, reason),) = outcome.quarantined
+    assert sample.key.position == 1
+    assert "an image must" in reason
+    assert "\n" not in reason
+    assert (len(outcome.rollouts), outcome.num_posts, outcome.suspects) == (2, 3, {})
 
 
 def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, proof: RoundProof) -> None:

@@ -1,0 +1,316 @@
+"""What one request may cost, whatever it holds: refused before it is decoded, tried once, forgotten with its caller."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from live_server import (
+    CALL_TIMEOUT_S,
+    RunningServer,
+    base64_png,
+    hollow_png,
+    image_request,
+    picture,
+    serve,
+    text_request,
+)
+from PIL import Image
+from test_infer import wait_for
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.conversation_check import check_conversations
+from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
+from swift_stage2.image_opening import FORMATS, open_image
+from swift_stage2.request_body import parse_json
+from swift_stage2.request_limits import RequestLimits
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.infer_wire import InferCall
+from swift_stage2.rollout_server.jobs import JobAborted
+
+SMALL = RequestLimits(max_body_mib=0.25, max_conversations=3, max_call_megapixels=0.05)
+
+
+@pytest.fixture(scope="module")
+def strict(loaded_engine: Any) -> Iterator[RunningServer]:
+    with serve(loaded_engine, limits=SMALL) as server:
+        yield server
+
+
+def with_image(content: bytes) -> dict[str, Any]:
+    return image_request() | {"images": [base64.b64encode(content).decode()]}
+
+
+def fault_of(conversation: Any, **limits: float) -> str:
+    (fault,) = check_conversations([conversation], RequestLimits(**limits)).values()
+    return str(fault)
+
+
+@pytest.mark.parametrize("side", [9000, 13300, 60000])
+def test_a_small_file_of_many_pixels_is_refused_by_its_header(server: RunningServer, side: int) -> None:
+    content = hollow_png(side, side) if side < 20000 else hollow_png(8, 8).replace(
+        b"\0\0\0\x08\0\0\0\x08", side.to_bytes(4) * 2
+    )  # fmt: skip
+    assert len(content) < 40_000
+    reply = server.post_infer([text_request(), with_image(content)])
+    assert reply.status_code == 500
+    assert protocol.parse_failed_places(reply.content) == (1,)
+    assert server.engine.status().num_waiting == 0
+
+
+def test_photographs_of_real_sizes_and_every_format_on_the_list_pass() -> None:
+    for name in FORMATS:
+        stream = io.BytesIO()
+        picture(size=640).save(stream, name)
+        assert check_conversations([with_image(stream.getvalue())], RequestLimits()) == {}
+    assert check_conversations([with_image(hollow_png(8160, 6120))], RequestLimits()) == {}  # 49.9 megapixels
+
+
+@pytest.mark.parametrize("name", ["EPS", "TGA", "PCX", "SGI", "ICO", "PDF"])
+def test_a_format_that_is_not_on_the_list_is_never_decoded(name: str) -> None:
+    stream = io.BytesIO()
+    picture().save(stream, name)
+    with pytest.raises(SampleError, match="must be PNG"):
+        open_image(stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("conversation", "limits", "option"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}] * 4}, {"max_messages": 3}, "--max-messages"),
+        (text_request("a" * 20), {"max_text_chars": 10}, "--max-text-chars"),
+        ({**image_request(), "images": [base64_png(picture())] * 3}, {"max_images": 2}, "--max-images"),
+        (image_request(), {"max_megapixels": 0.01}, "--max-megapixels"),
+    ],
+)
+def test_every_limit_of_a_conversation_names_its_option(
+    conversation: dict[str, Any], limits: dict[str, float], option: str
+) -> None:
+    assert option in fault_of(conversation, **limits)
+
+
+def test_a_call_that_is_too_large_is_413_and_half_of_it_may_pass(strict: RunningServer) -> None:
+    for requests, word in (([text_request()] * 4, "conversations"), ([image_request()] * 8, "conversations"),
+                           ([image_request(text="x" * 90_000)] * 3, "bytes"),
+                           ([{**image_request(), "images": [base64_png(picture())] * 4}], "megapixels")):  # fmt: skip
+        reply = strict.post_infer(requests)
+        assert reply.status_code == 413, reply.text
+        assert word in reply.json()["detail"]
+        assert "\n" not in reply.json()["detail"]
+    assert strict.post_infer([text_request()] * 3, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_caller_with_too_large_a_body_hears_of_it_while_it_still_sends(
+    strict: RunningServer, chunked: bool
+) -> None:
+    parts = [b"x" * 65_536] * 24
+    content: Any = iter(parts) if chunked else b"".join(parts)
+    assert strict.http.post(protocol.INFER, content=content).status_code == 413
+
+
+def test_what_cannot_be_encoded_is_tried_once_and_leaves_no_frames(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of a failure hold its pictures, and the failure belongs to a job that those frames hold."""
+    template = server.engine._ready_generator().template
+    tried = []
+    encode = template._encode_truncated
+    monkeypatch.setattr(template, "_encode_truncated", lambda inputs: (tried.append(1), encode(inputs))[1])
+    too_long = InferCall({"infer_requests": [text_request("word " * 5000)]}).valid_requests()
+    (ticket,) = server.engine.submit(too_long)
+    error = ticket.future.exception(CALL_TIMEOUT_S)
+    assert len(tried) == 1
+    assert error.__traceback__ is None
+    assert error.__context__ is None or error.__context__.__traceback__ is None
+
+
+def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: RunningServer) -> None:
+    answers = iter([False, True])
+    request = GenerationRequest({**image_request(), "images": [base64_png(picture())] * 9}, Sampling())
+    with pytest.raises(JobAborted):
+        server.engine._ready_generator().encode_row(request, lambda: next(answers))
+
+
+POST_PATHS = (
+    protocol.INFER, protocol.INIT_COMMUNICATOR, protocol.UPDATE_FLATTENED_PARAMS, protocol.UPDATE_NAMED_PARAM,
+    protocol.BEGIN_ROUND, protocol.FINISH_ROUND, protocol.ABORT,
+)  # fmt: skip
+ODD = [
+    10**400,
+    1e400,
+    float("nan"),
+    -1,
+    2**63,
+    True,
+    "abc",
+    None,
+    [],
+    {},
+    "\ud800",
+    "\0",
+    "a\nb",
+    [[[]]],
+    "x" * 10_000,
+]
+FIELDS = {
+    protocol.INFER: ({"infer_requests": [text_request()], "request_config": {"max_tokens": 1}},
+                     ("infer_requests", "request_config", "use_tqdm")),
+    protocol.INIT_COMMUNICATOR: ({"host": "127.0.0.1", "port": 1, "timeout_s": 1.0},
+                                 ("host", "port", "timeout_s", "backend")),
+    protocol.UPDATE_FLATTENED_PARAMS: ({"metadatas": [{"name": "a", "shape": [1], "dtype": "float32", "start_idx": 0,
+                                                       "end_idx": 4}]}, ("metadatas",)),
+    protocol.UPDATE_NAMED_PARAM: ({"name": "a", "shape": [1], "dtype": "float32"}, ("name", "shape", "dtype")),
+    protocol.BEGIN_ROUND: ({"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": []},
+                           ("round_id", "run_id", "version", "timeout_s", "manifest")),
+    protocol.FINISH_ROUND: ({"round_id": "r", "commit": True}, ("round_id", "commit")),
+    protocol.ABORT: ({"run_id": "a", "version": 1}, ("run_id", "version")),
+}  # fmt: skip
+OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "max_tokens",
+    "n",
+    "logprobs",
+)
+
+
+def odd_bodies() -> Iterator[tuple[str, bytes]]:
+    for path in POST_PATHS:
+        for raw in (b"", b"{", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", "{}".encode("utf-16"), b"NaN",
+                    b"1" * 5000, b"null", b"[]", b'"x"', b'{"\\ud800": 1}', b"[" + b"0," * 2**20 + b"0]"):  # fmt: skip
+            yield path, raw
+        body, fields = FIELDS[path]
+        for field in fields:
+            for value in (odd for odd in ODD if field != "request_config" or odd not in (None, {})):
+                yield path, json.dumps({**body, field: value}).encode()
+    body = FIELDS[protocol.INFER][0]
+    for option in OPTIONS:
+        for value in [odd for odd in ODD if (option, odd) != ("max_tokens", None)]:  # thousands of tokens
+            yield (
+                protocol.INFER,
+                json.dumps({**body, "request_config": {"max_tokens": 1, option: value}}).encode(),
+            )
+    for field in (
+        "messages",
+        "images",
+        "tools",
+        "objects",
+        "chat_template_kwargs",
+        "data_dict",
+        "uuid",
+        "videos",
+    ):
+        for value in ODD:
+            yield (
+                protocol.INFER,
+                json.dumps({**body, "infer_requests": [{**text_request(), field: value}]}).encode(),
+            )
+    for field in ("role", "content", "tool_calls", "name"):
+        for value in ODD:
+            message = {"role": "user", "content": "a", field: value}
+            yield protocol.INFER, json.dumps({**body, "infer_requests": [{"messages": [message]}]}).encode()
+
+
+def test_no_body_brings_a_route_to_an_exception_of_its_own(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses: dict[int, int] = {}
+    with caplog.at_level(logging.WARNING):
+        for path, raw in odd_bodies():
+            try:
+                reply = server.http.post(path, content=raw)
+            except httpx.TimeoutException as error:
+                raise AssertionError((path, raw[:300])) from error
+            statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
+            if reply.status_code != 200:
+                detail = reply.json()["detail"]  # "Internal Server Error" is no JSON
+                assert "\n" not in detail
+                assert len(detail) < 2000, (path, raw[:200], detail[:300])
+            if path == protocol.BEGIN_ROUND and reply.status_code == 200:
+                server.post(protocol.FINISH_ROUND, {"round_id": json.loads(raw)["round_id"], "commit": False})
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+    assert server.http.get(protocol.HEALTH).status_code == 200
+    assert sum(statuses.values()) > 400, statuses
+
+
+def test_callers_that_vanish_at_any_byte_leave_no_traceback_and_no_work(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = json.dumps(
+        {"infer_requests": [image_request()] * 8, "request_config": {"max_tokens": 2000}}
+    ).encode()
+    host, port = server.base_url.removeprefix("http://").split(":")
+    head = f"POST /infer/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    with caplog.at_level(logging.WARNING):
+        for path in (b"/infer/", b"/stage2/begin_round/", b"/init_communicator/", b"/reset_prefix_cache/"):
+            for num_bytes in (0, 1, len(raw) // 2, len(raw) - 1, len(raw)):
+                with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S) as caller:
+                    caller.sendall(head.replace(b"/infer/", path) + raw[:num_bytes])
+        wait_for(lambda: len(server.engine._book) == 0 and not server.engine._running)
+        assert server.http.get(protocol.HEALTH).status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_no_path_is_redirected_to_the_host_that_the_caller_names(server: RunningServer) -> None:
+    for path in (protocol.INFER, protocol.BEGIN_ROUND, protocol.SERVER_INFO):
+        for method in ("GET", "POST"):
+            reply = server.http.request(method, path.rstrip("/"), headers={"Host": "evil.example"})
+            assert reply.status_code == 404
+            assert "location" not in reply.headers
+
+
+def test_health_answers_while_a_call_of_many_conversations_is_read_and_refused(server: RunningServer) -> None:
+    raw = json.dumps({"infer_requests": [text_request()] * 50_000}).encode()
+    statuses: list[int] = []
+    ended = threading.Event()
+
+    def attack() -> None:
+        with httpx.Client(base_url=server.base_url, trust_env=False, timeout=CALL_TIMEOUT_S) as http:
+            statuses.extend(http.post(protocol.INFER, content=raw).status_code for _ in range(3))
+        ended.set()
+
+    threading.Thread(target=attack, daemon=True).start()
+    answers = 0
+    while not ended.is_set():
+        assert server.http.get(protocol.HEALTH).status_code == 200
+        answers += 1
+    assert statuses == [413] * 3
+    assert answers > 3
+
+
+def test_what_is_no_json_is_told_in_one_line() -> None:
+    for raw in (b"[" * 100_000, b'"\\ud800"', b"NaN", b"1" * 5000, b"\xff", b"{"):
+        with pytest.raises(ProtocolError):
+            parse_json(raw)
+    with pytest.raises(RequestTooLarge):
+        parse_json(b"[" + b"0," * 1_000_001 + b"0]")
+    assert parse_json('{"a": "\\ud83d\\ude00 é", "b": 9223372036854775807}'.encode()) == {
+        "a": "😀 é",
+        "b": 2**63 - 1,
+    }
+
+
+def test_broken_files_of_every_format_are_sample_errors() -> None:
+    """Cut and changed at many places; Pillow's decoders raise many kinds of errors."""
+    for name in FORMATS:
+        stream = io.BytesIO()
+        picture(size=40).save(stream, name)
+        whole = stream.getvalue()
+        for place in range(0, len(whole), max(1, len(whole) // 40)):
+            for content in (whole[:place], whole[:place] + b"\xff\xff" + whole[place + 2 :]):
+                fault = check_conversations([with_image(content)], RequestLimits())
+                assert all(isinstance(error, SampleError) for error in fault.values())
+    assert Image.MAX_IMAGE_PIXELS is not None
