@@ -225,6 +225,6 @@ class StockTransport:
 
 def _not_formed(session: ServerSession, host: str, port: int, error: Exception) -> ServerFault:
     return ServerFault(
-        f"{session.base_url}: no connection for weights at {host}:{port}: {error}; if it lasts, is "
+        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts, is "
         f"group_port={port} free on the server and open in every firewall?"
     )
