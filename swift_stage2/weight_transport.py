@@ -1,7 +1,7 @@
 """Carries flattened weight buckets from learner rank 0 to one server: a stream to ours, vLLM's own group for stock.
 
 A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``send``
-returns when the bytes have left, ``close`` may be called at any time. Between rounds the
+returns when the bytes have left and the server has them, ``close`` may be called at any time. Between rounds the
 probe's thread asks ``is_lost``.
 """
 
