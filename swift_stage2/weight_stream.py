@@ -19,6 +19,7 @@ import torch
 
 _WORD_BYTES = 32  # half a secret: the learner says the first, the server answers with the second
 _MOST_STRANGERS = 64  # connected without having said the word; the oldest gives way, and may come again
+_RECEIVED = b"1"  # what has left may still lie in the buffers of a peer that stands still
 _BACKLOG = 128
 _RETRY_S = 0.05
 
@@ -31,15 +32,18 @@ class WeightStream:
         self._in_use = threading.Lock()
 
     def send(self, flat: torch.Tensor, timeout_s: float) -> None:
-        """Returns when a contiguous uint8 tensor on the CPU has left."""
+        """Returns when the peer has received all of a contiguous uint8 tensor on the CPU."""
+        end = time.monotonic() + timeout_s
         with self._in_use:
             self._connection.settimeout(timeout_s)
             self._connection.sendall(_bytes_of(flat))
+            _fill(self._connection, memoryview(bytearray(len(_RECEIVED))), end)
 
     def receive(self, flat: torch.Tensor, timeout_s: float) -> None:
         """Returns when a contiguous uint8 tensor on the CPU is full."""
         with self._in_use:
             _fill(self._connection, _bytes_of(flat), time.monotonic() + timeout_s)
+            self._connection.sendall(_RECEIVED)
 
     def close(self) -> None:
         """Ends the connection, and what another thread does with it. May be called again."""

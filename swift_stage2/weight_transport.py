@@ -1,7 +1,7 @@
 """Carries flattened weight buckets from learner rank 0 to one server: a stream to ours, vLLM's own group for stock.
 
 A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``send``
-returns when the bytes have left, ``close`` may be called at any time. Between rounds the
+returns when the bytes have left and the server has them, ``close`` may be called at any time. Between rounds the
 probe's thread asks ``is_lost``.
 """
 
@@ -225,6 +225,6 @@ class StockTransport:
 
 def _not_formed(session: ServerSession, host: str, port: int, error: Exception) -> ServerFault:
     return ServerFault(
-        f"{session.base_url}: no connection for weights at {host}:{port}: {error}; if it lasts, is "
+        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts, is "
         f"group_port={port} free on the server and open in every firewall?"
     )

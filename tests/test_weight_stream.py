@@ -59,8 +59,10 @@ def test_a_lost_peer_is_an_error_on_either_side() -> None:
             learner.send(memory, LONGEST_WAIT_S)
 
 
-def test_a_silent_peer_is_an_error_at_the_deadline() -> None:
-    memory = torch.zeros(LARGER_THAN_SOCKET_BUFFERS, dtype=torch.uint8)
+@pytest.mark.parametrize("size", [1, LARGER_THAN_SOCKET_BUFFERS])
+def test_a_silent_peer_is_an_error_at_the_deadline(size: int) -> None:
+    """Also when the bytes fit into its buffers: it may stand still."""
+    memory = torch.zeros(size, dtype=torch.uint8)
     with connected() as (server, learner):
         with pytest.raises(TimeoutError):
             server.receive(memory, 0.1)
@@ -107,9 +109,10 @@ def test_nobody_but_the_learner_is_let_in_and_no_stranger_keeps_it_out() -> None
         assert not accepting.done()
         learner = stack.enter_context(closing(connect_stream(HOST, port, secret, LONGEST_WAIT_S)))
         stream = stack.enter_context(closing(accepting.result(LONGEST_WAIT_S)))
-        learner.send(torch.full((3,), 7, dtype=torch.uint8), LONGEST_WAIT_S)
+        sending = server.submit(learner.send, torch.full((3,), 7, dtype=torch.uint8), LONGEST_WAIT_S)
         received = torch.zeros(3, dtype=torch.uint8)
         stream.receive(received, LONGEST_WAIT_S)
+        sending.result(LONGEST_WAIT_S)
         assert received.tolist() == [7, 7, 7]
         for stranger in strangers:
             assert heard(stranger) == b""

@@ -98,7 +98,7 @@ class SyncConfig:
     mode: SyncMode = SyncMode.FULL
     """Weights go in full; no other mode exists."""
     timeout_s: float = 300.0
-    """Deadline of a whole round on one server; a gloo group's own timeout is shorter."""
+    """Deadline of a whole round on one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT
     """wait for running rollouts, or abort them where the server can (ours, not stock); training goes on either way."""
     proof: Proof = Proof.AUTO

@@ -208,7 +208,7 @@ class WeightRounds:
         return received.non_finite
 
     def close_receiver(self) -> None:
-        """Lets the weight group go, if there is one."""
+        """Ends the connection for weights, if there is one, and frees its port."""
         with self._lock:
             receiver = self._round.receiver if self._round is not None else None
         if receiver is not None:
