@@ -61,7 +61,12 @@ class Case:
 
 def setting(area: str, wrong: str, place: str, value: object, told: str, **more: object) -> Case:
     """A value at a dotted place of the configuration."""
-    return Case(area=area, wrong=wrong, spoil=lambda scene: scene.set(place, value), told=told, **more)  # type: ignore[arg-type]
+    return Case(area=area, wrong=wrong, spoil=placed(place, value), told=told, **more)  # type: ignore[arg-type]
+
+
+def placed(place: str, value: object) -> Callable[[Scene], object]:
+    """Writes one setting."""
+    return lambda scene: scene.set(place, value)
 
 
 def text(area: str, wrong: str, name: str, content: str | bytes, told: str, **more: object) -> Case:

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from swift_stage2.bench.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case
+from swift_stage2.bench.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case, placed
 from swift_stage2.bench.wrong_inputs.scene import Scene
 from swift_stage2.demo.grounding_dataset import ROWS_FILE
 
@@ -21,7 +21,7 @@ _CLAIM = "every line and picture is readable"
 Row = dict[str, Any]
 
 
-def _lines(change: Callable[[list[str]], None]) -> Callable[[Scene], None]:
+def _lines(change: Callable[[list[str]], None]) -> Callable[[Scene], object]:
     def spoil(scene: Scene) -> None:
         lines = [json.dumps(row) for row in scene.rows]
         change(lines)
@@ -30,31 +30,31 @@ def _lines(change: Callable[[list[str]], None]) -> Callable[[Scene], None]:
     return spoil
 
 
-def _line(content: str) -> Callable[[Scene], None]:
+def _line(content: str) -> Callable[[Scene], object]:
     return _lines(lambda lines: lines.__setitem__(_BAD, content))
 
 
-def _row(change: Callable[[Row], object]) -> Callable[[Scene], None]:
+def _row(change: Callable[[Row], object]) -> Callable[[Scene], object]:
     return lambda scene: change(scene.rows[_BAD])
 
 
-def _set(key: str, value: Any) -> Callable[[Scene], None]:
+def _set(key: str, value: Any) -> Callable[[Scene], object]:
     return _row(lambda row: row.__setitem__(key, value))
 
 
-def _answer(text: str) -> Callable[[Scene], None]:
+def _answer(text: str) -> Callable[[Scene], object]:
     return _row(lambda row: row["messages"][-1].__setitem__("content", text))
 
 
-def _box(*box: Any) -> Callable[[Scene], None]:
+def _box(*box: Any) -> Callable[[Scene], object]:
     return _row(lambda row: row["objects"]["bbox"].__setitem__(0, list(box)))
 
 
-def _label(label: Any) -> Callable[[Scene], None]:
+def _label(label: Any) -> Callable[[Scene], object]:
     return _row(lambda row: row["objects"]["ref"].__setitem__(0, label))
 
 
-def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Scene], None]:
+def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
     def spoil(scene: Scene) -> None:
         image = scene.image(_BAD)
         image.write_bytes(change(image.read_bytes()))
@@ -62,7 +62,7 @@ def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Scene], None]:
     return spoil
 
 
-def _saved(form: str, **options: Any) -> Callable[[Scene], None]:
+def _saved(form: str, **options: Any) -> Callable[[Scene], object]:
     """The same picture, written in another way under the same name."""
 
     def change(content: bytes) -> bytes:
@@ -74,14 +74,14 @@ def _saved(form: str, **options: Any) -> Callable[[Scene], None]:
     return _bytes(change)
 
 
-def _turned(number: int) -> Callable[[Scene], None]:
+def _turned(number: int) -> Callable[[Scene], object]:
     exif = Image.Exif()
     exif[_ORIENTATION] = number
     return _saved("JPEG", exif=exif)
 
 
 # What is wrong, how, and whether it stands in one line that must be named.
-_LINES: tuple[tuple[str, Callable[[Scene], None]], ...] = (
+_LINES: tuple[tuple[str, Callable[[Scene], object]], ...] = (
     ("a line that is no JSON", _line("{nothing")),
     ("a line cut in half", _line('{"messages": [{"role": "us')),
     ("a line with two objects", _line('{"a": 1} {"b": 2}')),
@@ -168,7 +168,7 @@ _LINES: tuple[tuple[str, Callable[[Scene], None]], ...] = (
     ("a path of 5,000 characters", _set("images", ["x" * 5000 + ".png"])),
 )
 
-_PIXELS: tuple[tuple[str, Callable[[Scene], None]], ...] = (
+_PIXELS: tuple[tuple[str, Callable[[Scene], object]], ...] = (
     ("an image cut in half", _bytes(lambda content: content[: len(content) // 2])),
     (
         "an image whose pixels are damaged",
@@ -179,7 +179,7 @@ _PIXELS: tuple[tuple[str, Callable[[Scene], None]], ...] = (
     ("an image without its end", _bytes(lambda content: content[:-20])),
 )
 
-_FILES: tuple[tuple[str, Callable[[Scene], None], str], ...] = (
+_FILES: tuple[tuple[str, Callable[[Scene], object], str], ...] = (
     ("an empty file", lambda scene: scene.files.update({ROWS_FILE: ""}), "rows"),
     ("only blank lines", lambda scene: scene.files.update({ROWS_FILE: "\n\n  \n"}), "rows"),
     ("Latin-1 text", _lines(lambda lines: None), "UTF-8"),
@@ -230,7 +230,7 @@ def data_cases() -> Iterator[Case]:
 _ONLY_DATA_CHECK = ("a message of a role that nobody knows", "two images")
 
 
-def _encoded(spoil: Callable[[Scene], None], wrong: str) -> Callable[[Scene], None]:
+def _encoded(spoil: Callable[[Scene], object], wrong: str) -> Callable[[Scene], object]:
     code = {"Latin-1 text": "latin-1", "UTF-16 text": "utf-16"}.get(wrong)
     if code is None:
         return spoil
@@ -256,7 +256,7 @@ def _named() -> Iterator[Case]:
             area=area,
             wrong=wrong,
             told=told,
-            spoil=lambda scene, value=value: scene.set("swift.dataset", value),
+            spoil=placed("swift.dataset", value),
         )
     yield Case(
         area=area,

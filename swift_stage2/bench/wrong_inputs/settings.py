@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from swift_stage2.bench.wrong_inputs.case import DOCTOR, TRAIN, Case, setting, text
+from swift_stage2.bench.wrong_inputs.case import DOCTOR, TRAIN, Case, placed, setting, text
 from swift_stage2.bench.wrong_inputs.scene import CONFIG_FILE
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import UNSUPPORTED
@@ -26,7 +26,7 @@ _TEXTS: tuple[tuple[str, str | bytes, str], ...] = (
     ("a bracket that is not closed", "stage2_ab: [1,\nb: 2\n", "valid YAML"),
     ("a quote that is not closed", 'swift: {model: "m}\n', "valid YAML"),
     ("a tab as indentation", "swift:\n\tmodel: m\n", "indent by spaces"),
-    ("no space after a colon", "stage2_ab:{schedule: 1}\n", "valid YAML"),
+    ("no space after a colon", "stage2_ab:{schedule: 1}\n", "unknown key 'stage2_ab:{schedule'"),
     ("uneven indentation", "swift:\n  a: 1\n c: 2\n", "valid YAML"),
     ("a control character", "swift: {model: m\x07}\n", "special characters"),
     ("a NUL byte", b"swift: {model: m\x00}\n", "special characters"),
@@ -62,7 +62,7 @@ _TEXTS: tuple[tuple[str, str | bytes, str], ...] = (
     ("swift as text", f"swift: hello\n{_MINIMAL}", "must be a mapping"),
 )
 
-_MISSPELT = (
+_MISSPELT: tuple[tuple[str, Any, str], ...] = (
     ("stage2_ba", {}, "did you mean 'stage2_ab'"),
     ("stage2_ab.shedule", {}, "did you mean 'schedule'"),
     ("stage2_ab.schedule.b_ratoi", 0.5, "did you mean 'b_ratio'"),
@@ -184,9 +184,13 @@ def setting_cases() -> Iterator[Case]:
     for place, value, told in _RANGES:
         yield setting("ranges", f"{place}: {str(value)[:40] or 'nothing'}", place, value, told)
     for rule in UNSUPPORTED:
-        value = _REFUSED_VALUES.get(rule.key, True)
+        refused = _REFUSED_VALUES.get(rule.key, True)
         yield setting(
-            "combinations", f"swift.{rule.key}: {value} beside B", f"swift.{rule.key}", value, "not supported"
+            "combinations",
+            f"swift.{rule.key}: {refused} beside B",
+            f"swift.{rule.key}",
+            refused,
+            "not supported",
         )
     yield from _between()
     yield from _by_swift()
@@ -277,14 +281,10 @@ def _between() -> Iterator[Case]:
             "this machine only",
         ),
         ("devices that do not exist", "launch.servers.0.devices", [901], "but this machine has"),
-        ("a group port that is taken", None, None, "must be free"),
     ):
-        spoil = (
-            (lambda scene: scene.set(f"{_SERVER}.group_port", scene.foreign_port))
-            if place is None
-            else (lambda scene, place=place, value=value: scene.set(place, value))
+        yield Case(
+            area=area, wrong=wrong, words=DOCTOR, told=told, statuses=(0, 1), spoil=placed(place, value)
         )
-        yield Case(area=area, wrong=wrong, words=DOCTOR, told=told, statuses=(0, 1), spoil=spoil)
 
 
 def _by_swift() -> Iterator[Case]:
@@ -315,7 +315,7 @@ def _leaves(section: type, place: str = "") -> Iterator[str]:
     hints = get_type_hints(section)
     for item in fields(section):
         hint, path = hints[item.name], f"{place}{item.name}"
-        entry = next((part for part in get_args(hint) if is_dataclass(part)), None)
+        entry = next((part for part in get_args(hint) if isinstance(part, type) and is_dataclass(part)), None)
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _leaves(hint, f"{path}.")
         elif entry is not None:

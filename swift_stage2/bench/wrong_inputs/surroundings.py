@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from swift_stage2.bench.wrong_inputs.case import DOCTOR, LAUNCH, TRAIN, Case, command
+from swift_stage2.bench.wrong_inputs.case import DOCTOR, LAUNCH, TRAIN, Case, command, placed
 from swift_stage2.bench.wrong_inputs.scene import RUN_DIR, Scene
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE
+from swift_stage2.demo.demo_config import STAGE1
+from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
 
 _COPY = "model"
 _ROLLOUT = (
@@ -62,6 +63,10 @@ def _cut(name: str, keep: float) -> Callable[[Path], None]:
     return change
 
 
+def _holding(files: dict[str, str]) -> Callable[[Scene], object]:
+    return lambda scene: scene.files.update(files)
+
+
 def _models() -> Iterator[Case]:
     area = "models"
     for wrong, place, value, told in (
@@ -90,7 +95,7 @@ def _models() -> Iterator[Case]:
             area=area,
             wrong=wrong,
             told=told,
-            spoil=lambda scene, place=place, value=value: scene.set(place, value),
+            spoil=placed(place, value),
         )
     for wrong, change, told in (
         ("cut safetensors", _cut("model.safetensors", 0.5), ""),
@@ -247,14 +252,14 @@ def _directories() -> Iterator[Case]:
         ("that is a file", "rows.jsonl"),
         ("below a file", "rows.jsonl/run"),
     ):
-        for words, statuses in ((LAUNCH, (2,)), (DOCTOR, (1,))):
+        for met_by, statuses in ((LAUNCH, (2,)), (DOCTOR, (1,))):
             yield Case(
                 area=area,
-                wrong=f"output_dir {wrong}, met by {words[0]}",
-                words=words,
+                wrong=f"output_dir {wrong}, met by {met_by[0]}",
+                words=met_by,
                 statuses=statuses,
-                spoil=lambda scene, place=place: scene.set("swift.output_dir", place),
-                told="directory" if words is LAUNCH else "cannot be written",
+                spoil=placed("swift.output_dir", place),
+                told="directory" if met_by is LAUNCH else "cannot be written",
             )
     yield Case(
         area=area,
@@ -492,5 +497,5 @@ def _left_behind() -> Iterator[Case]:
             words=words,
             told=said,
             statuses=(1, 2),
-            spoil=lambda scene, files=files: scene.files.update(files),
+            spoil=_holding(files),
         )
