@@ -29,7 +29,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def _nearest(self, message: str) -> str | None:
         if unknown := _UNKNOWN.search(message):
-            return closest(unknown["word"], tuple(self._option_string_actions))
+            # What a sub-command does not know is told by the parser above it.
+            below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+            parsers = [self, *(parser for action in below for parser in action.choices.values())]
+            return closest(
+                unknown["word"], tuple(word for one in parsers for word in one._option_string_actions)
+            )
         if refused := _NO_CHOICE.search(message):
             return closest(refused["word"], tuple(word.strip(" '") for word in refused["choices"].split(",")))
         return None

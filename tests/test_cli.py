@@ -297,7 +297,7 @@ def test_every_help_ends_with_the_exit_statuses(
         (("report", "x", "--galery", "3"), "--gallery"),
         (("launch", "x.yaml", "--nproc_per_node", "2"), "--nproc-per-node"),
         (("bench", "lerning"), "learning"),
-        (("bench", "plan", "--rank", "2", "--repeat", "1", "--pack"), "--packs"),
+        (("bench", "plan", "--rnaks", "2"), "--ranks"),
         (("rollout", "m", "--engine", "transformer"), "transformers"),
     ],
     ids=lambda it: " ".join(it) if isinstance(it, tuple) else "",

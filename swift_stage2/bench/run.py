@@ -73,6 +73,10 @@ BENCHES = {
         "swift_stage2.bench.sync",
         "a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",
     ),
+    "wrong-inputs": (
+        "swift_stage2.bench.wrong_inputs.run",
+        "every kind of wrong input, given to the real commands: is each told in one line?",
+    ),
 }
 _FAILED = 1
 _DESCRIPTION = (

@@ -56,7 +56,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
     Raises:
         UserError: a model or a plugin that is not there.
     """
-    first = argparse.ArgumentParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
+    first = CommandParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
     first.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     chosen, rest = first.parse_known_args(argv)
     return _vllm_command(rest) if chosen.engine == "vllm" else _transformers_command(rest)
