@@ -33,6 +33,7 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
         packing_length: int = 4096,
         dialect: str = "object_list",
         evaluation: dict[str, int] | None = None,
+        rows_without_objects: str = "refuse",
         **rollout: Any,
     ) -> Stage2Config:
         content = {
@@ -42,6 +43,7 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
                 "channel_b": {
                     "packing": {"packing_length": packing_length},
                     "target": {"dialect": dialect},
+                    "rows_without_objects": rows_without_objects,
                 },
             },
             "rollout": {
@@ -290,6 +292,63 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         again.close()
         again.close()
     assert server.infer_calls == [], "nothing is inferred before a round"
+
+
+def test_a_run_resumes_with_answers_written_as_before_only(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """And what was learned is what the run writes."""
+    config = configure(server.url)
+    compact = [_with_answer(row, lambda answer: answer.replace(", ", ",")) for row in rows]
+    run = _start(config, compact, tmp_path / "first", _token_count)
+    try:
+        channel_b = run._channel_b
+        assert channel_b is not None
+        assert channel_b.answer_spelling[0].startswith('[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{')
+        state = run.checkpoint(step=7)
+    finally:
+        run.close()
+    for number, (now, refused) in enumerate([(rows, True), (compact, False)]):
+        again = _start(config, now, tmp_path / f"again{number}", _token_count)
+        try:
+            if not refused:
+                again.resume(lambda: state)
+                continue
+            with pytest.raises(DatasetError, match="resume needs answers written as before") as caught:
+                again.resume(lambda: state)
+            assert '],"label"' in str(caught.value)
+            assert '], "label"' in str(caught.value)
+        finally:
+            again.close()
+
+
+def test_rows_without_objects_are_channel_as_alone_where_asked_for(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    config = configure(server.url, rows_without_objects="channel_a_only")
+    mixed = [row if number in (2, 5) else {**row, "objects": None} for number, row in enumerate(rows)]
+    run = _start(config, mixed, tmp_path / "run", _token_count, validation_rows=mixed)
+    try:
+        channel_b = run._channel_b
+        assert channel_b is not None
+        assert {drawn.key.index for drawn in channel_b.source.draw(6)} == {2, 5}
+        assert channel_b.source.state_dict()["num_rows"] == 2
+    finally:
+        run.close()
+    none = [{**row, "objects": None} for row in rows]
+    with pytest.raises(DatasetError, match=r"num_rows=0 \(of 12; the others list no objects\) world_size=1"):
+        _start(config, none, tmp_path / "none", _token_count)
+
+
+def _with_answer(row: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": change(row["messages"][-1]["content"])}
+    return {**row, "messages": [*row["messages"][:-1], answer]}
 
 
 def test_threads_give_the_interpreter_back_sooner_while_channel_b_runs(
