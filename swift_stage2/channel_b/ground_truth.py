@@ -28,7 +28,7 @@ def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Bo
     objects = row.get("objects")
     if not lists_objects(row) or not isinstance(objects, Mapping):
         raise SampleError(
-            f"a row needs objects={{'ref': [...], 'bbox': [...]}}, got objects={objects!r}; write empty lists for an "
+            f"a row needs objects={{'ref': [...], 'bbox': [...]}}, got {objects or 'none'}; write empty lists for an "
             "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only"
         )
     labels, boxes = objects.get("ref") or [], objects.get("bbox") or []

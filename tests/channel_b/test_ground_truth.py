@@ -23,7 +23,7 @@ def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"a row needs objects=.*, got objects=None"),
+        ({}, r"a row needs objects=.*, got none"),
         ({"objects": None}, "a row needs objects="),
         ({"objects": [1]}, "a row needs objects="),
         ({"objects": {}}, "a row needs objects="),

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource, usable_rows
+from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 
 NUM_ROWS = 7
@@ -60,6 +61,47 @@ def test_every_row_comes_exactly_once_per_epoch_over_all_ranks(
         shares = [_epoch(source, epoch) for source in sources]
         assert sorted(index for share in shares for index in share) == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(
+    st.lists(st.booleans(), min_size=4, max_size=30).filter(lambda flags: sum(flags) >= 3), st.integers(1, 3)
+)
+@settings(max_examples=60)
+def test_rows_without_objects_are_as_if_they_were_not_there(flags: list[bool], world_size: int) -> None:
+    """Positions, shards, epochs and state are those of the data set without them; only rows keep their numbers."""
+    rows = [
+        row if flag else {"id": row["id"], "objects": None}
+        for row, flag in zip(_rows(len(flags)), flags, strict=True)
+    ]
+    usable = usable_rows(rows, RowsWithoutObjects.CHANNEL_A_ONLY)
+    assert list(usable) == [number for number, flag in enumerate(flags) if flag]
+    for rank in range(world_size):
+        source = SampleSource(rows, rank=rank, world_size=world_size, seed=5, usable=usable)
+        others_left_out = SampleSource(
+            [rows[number] for number in usable], rank=rank, world_size=world_size, seed=5
+        )
+        num_draws = 2 * len(usable) + 1
+        drawn, expected = source.draw(num_draws), others_left_out.draw(num_draws)
+        assert [item.key for item in drawn] == [
+            replace(item.key, index=usable[item.key.index]) for item in expected
+        ]
+        assert all(item.sample is not None for item in drawn)
+        state, expected_state = source.state_dict(), others_left_out.state_dict()
+        outstanding = [[*key[:2], usable[key[2]], key[3]] for key in expected_state["outstanding"]]
+        assert state == expected_state | {"outstanding": outstanding}
+        assert state["num_rows"] == len(usable), "what a report counts positions by"
+        resumed = SampleSource(rows, rank=rank, world_size=world_size, seed=5, usable=usable)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+
+
+def test_too_few_rows_with_objects_are_refused_with_both_numbers() -> None:
+    with pytest.raises(DatasetError, match=r"num_rows=2 \(of 7; the others list no objects\) world_size=3"):
+        SampleSource(_rows(7), rank=0, world_size=3, seed=0, usable=(1, 4))
+
+
+def test_by_default_every_row_may_be_drawn() -> None:
+    assert usable_rows([{}, {}], RowsWithoutObjects.REFUSE) == range(2)
 
 
 def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
