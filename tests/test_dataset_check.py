@@ -98,7 +98,7 @@ def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got objects=None"),
+        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
         ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
         ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
         ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
