@@ -138,11 +138,18 @@ class _Ruler:
         Raises:
             SampleError: the row cannot be used.
         """
+        messages = row.get("messages")
+        if (
+            not isinstance(messages, list)
+            or len(messages) < 2
+            or not all(isinstance(turn, Mapping) for turn in messages)
+        ):
+            raise SampleError("a row needs messages=[{'role': ..., 'content': ...}, ...]")
         sizes = _sizes(row)
         num_prompt, space = self._prompt(row, sizes)
         labels, boxes = read_ground_truth(row)
         scaled = [_scaled(box, row, sizes, space) for box in boxes]
-        text = fill_placeholders(str(row["messages"][-1]["content"]), list(zip(labels, scaled, strict=True)))
+        text = fill_placeholders(str(messages[-1].get("content")), list(zip(labels, scaled, strict=True)))
         answer, _ = self._encoder.tokenise(text)
         return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
 
@@ -182,7 +189,7 @@ _ONE_OBJECT = {"ref": ["a"], "bbox": [[0, 0, 0, 0]]}
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:
-    return "\n".join(str(turn["content"]) for turn in row["messages"][:-1])
+    return "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
 
 
 def _sizes(row: Mapping[str, Any]) -> Sizes:

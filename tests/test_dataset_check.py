@@ -98,12 +98,13 @@ def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got objects=None"),
+        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
         ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
         ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
         ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
         ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
         ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
+        ({"ref": ["cat"], "bbox": []}, "got num_ref=1 num_bbox=0"),
         ({"ref": [], "bbox": []}, "got num_bbox=1 num_ref_object=1 num_objects=0"),
     ],
 )
@@ -126,6 +127,9 @@ def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_a
     path = _write(tmp_path, row, {"messages": prose, "images": row["images"]})
     assert "write empty lists for an image without objects" in _refusal(path)
     check_datasets({"dataset": str(path)}, rows_without_objects="channel_a_only")
+    bad = _write(tmp_path, row | {"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}})
+    with pytest.raises(DatasetError, match="num_ref=0 num_bbox=1"):
+        check_datasets({"dataset": str(bad)}, rows_without_objects="channel_a_only")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def test_a_row_that_cannot_be_read_is_left_out(
     tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
 ) -> None:
     rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
-    lengths = measure_lengths(_config(tmp_path, 4096, 512), rows, range(3), encoder, RowOrigins())
+    rows += [{**mixed_rows[0], "messages": messages} for messages in ([], None, [7], [{}])]
+    lengths = measure_lengths(_config(tmp_path, 4096, 512), rows, range(7), encoder, RowOrigins())
     assert lengths.num_rows == 1
     assert lengths.troubles == []
 

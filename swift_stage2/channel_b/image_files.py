@@ -32,6 +32,7 @@ def find_image(path: str) -> str:
 def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
     """Absolute paths of a row's images; None for one that has no file of its own."""
     images = row.get("images") or ()
+    images = images if isinstance(images, list | tuple) else [images]
     paths = [image.get("path") if isinstance(image, Mapping) else image for image in images]
     return tuple(os.path.abspath(find_image(path)) if isinstance(path, str) else None for path in paths)
 

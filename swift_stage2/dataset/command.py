@@ -44,7 +44,13 @@ def _survey(files: Sequence[Path], options: argparse.Namespace) -> Findings:
     dialect = Dialect(options.dialect) if options.dialect else None
     with ExitStack() as stack:
         told = _progress(files, stack)
-        return survey(files, dialect=dialect, decode=options.decode, on_progress=told)
+        return survey(
+            files,
+            dialect=dialect,
+            decode=options.decode,
+            needs_objects=not options.rows_without_objects,
+            on_progress=told,
+        )
 
 
 def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
@@ -99,6 +105,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--decode",
         action="store_true",
         help="decode every image to its last pixel (slow), not only its header",
+    )
+    check.add_argument(
+        "--rows-without-objects",
+        action="store_true",
+        help="allow rows without objects, as rows_without_objects: channel_a_only does",
     )
     check.add_argument("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
     check.add_argument("--json", action="store_true", help="print one JSON object")

@@ -138,7 +138,8 @@ def _upright(image: Any, picture: Picture, folder: Path, done: Rewritten) -> Any
 
 
 def _turn_boxes(objects: dict[str, Any], pictures: list[Picture | None]) -> None:
-    boxes, numbers = objects.get("bbox"), objects.get("image_id") or []
+    boxes, numbers = objects.get("bbox"), objects.get("image_id")
+    numbers = numbers if isinstance(numbers, list) else []
     for index, box in enumerate(boxes if isinstance(boxes, list) else []):
         number = numbers[index] if index < len(numbers) else 0
         picture = pictures[number] if isinstance(number, int) and 0 <= number < len(pictures) else None

@@ -7,8 +7,10 @@ whether other rows write theirs alike, is for ``survey`` to say.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
@@ -19,6 +21,7 @@ from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import UNREADABLE, Picture
 from swift_stage2.errors import ConfigError, SampleError
 
+_PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
 LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
 _IMAGE_TAG = "<image>"
@@ -228,6 +231,10 @@ class _RowCheck:
         as_written = [str(label) for label in self._row["objects"].get("ref") or []]
         # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
         stand_ins = [(number, number, number + 1, number + 1) for number in range(len(boxes))]
+        if num_labels and num_boxes and all(map(_PLAIN_LABEL.fullmatch, as_written)):
+            shown = _format_of_marks(answer, len(boxes))
+            if shown is not None:
+                return shown
         text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
         truth = list(zip(labels, stand_ins if num_boxes else [None] * len(boxes), strict=True))
         shown = _read_format(text, truth)
@@ -237,6 +244,13 @@ class _RowCheck:
 
     def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
         self._faults.append(Fault(self._place, rule, reason, image or self._shown_image))
+
+
+@lru_cache(4096)
+def _format_of_marks(answer: str, num_objects: int) -> AnswerFormat | None:
+    """``_read_format`` of an answer that is all placeholders: any plain labels give the same. Most rows share a few."""
+    objects = [(f"a{number}", (number, number, number + 1, number + 1)) for number in range(num_objects)]
+    return _read_format(fill_placeholders(answer, objects), objects)
 
 
 def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:

@@ -5,6 +5,7 @@ Whatever happens to a sample, it ends in exactly one place: trained, quarantined
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
-from swift_stage2.channel_b.row_origins import RowOrigin
+from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
@@ -66,6 +67,7 @@ class Recorder:
     dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
     stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
+    origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
@@ -109,6 +111,7 @@ class Recorder:
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
         self.quarantines.append((key, reason, message))
+        self.origins.append(origin)
         self._tell()
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
@@ -210,12 +213,18 @@ def make_bench(
         target_packs: int = 2,
         limit: int = 4,
         ledger_path: Path | None = None,
+        origins: RowOrigins | None = None,
         **changes: Any,
     ) -> Bench:
         clock = VersionClock()
         events = Recorder(ledger=Ledger(AuditLog(ledger_path)))
         source = SampleSource(
-            rows if data is None else data, rank=0, world_size=1, seed=1, events=events.ledger
+            rows if data is None else data,
+            rank=0,
+            world_size=1,
+            seed=1,
+            events=events.ledger,
+            origins=origins,
         )
         client = StandInClient(clock, server_encoder, events.ledger)
         evaluation = RankEvaluation(
@@ -518,7 +527,9 @@ def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
         {**rows[2], "objects": {"ref": ["x"], "bbox": []}},
         *rows[3:6],
     ]
-    bench = make_bench(spoilt)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in spoilt), encoding="utf-8")
+    bench = make_bench(spoilt, origins=RowOrigins([file]))
     good_only = bench.client.answer_all
 
     def server(samples: Sequence[Sample]) -> BatchOutcome:
@@ -538,7 +549,9 @@ def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
         bench.train()
     assert bench.pipeline.failure is None
     reasons: dict[int, set[str]] = {}
-    for key, reason, message in bench.events.quarantines:
+    for (key, reason, message), origin in zip(bench.events.quarantines, bench.events.origins, strict=True):
+        assert (origin.file, origin.line) == (str(file), key.index + 1)
+        assert origin.images == (spoilt[key.index]["images"][0],)
         reasons.setdefault(key.index, set()).add(f"{reason}: {message}")
     assert reasons.keys() == {0, 1, 2}
     assert all("bad_sample: an image must be a readable file" in text for text in reasons[0])

@@ -71,7 +71,14 @@ def test_what_is_in_no_file_is_told_without_a_line(files: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"messages": 7, "objects": 7, "images": None}, {"messages": [7], "images": [[]]}]
+    "row",
+    [
+        {},
+        {"images": True},
+        {"images": "a.png"},
+        {"messages": 7, "objects": 7, "images": None},
+        {"messages": [7], "images": [[]]},
+    ],
 )
 def test_no_row_ends_the_search(files: list[Path], row: dict[str, Any]) -> None:
     assert RowOrigins(files).find(row).file is None

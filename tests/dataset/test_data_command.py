@@ -98,6 +98,14 @@ def test_a_call_that_cannot_be_used_ends_with_2(arguments: list[str], words: str
     assert "Traceback" not in done.stderr
 
 
+def test_rows_for_channel_a_alone_are_allowed_where_asked_for(tmp_path: Path) -> None:
+    row = make_row(make_image(tmp_path / "a.png"), answer="A room.")
+    del row["objects"]
+    file = write_rows(tmp_path / "rows.jsonl", [row])
+    assert _run(file).returncode == 1
+    assert _run(file, "--rows-without-objects").returncode == 0
+
+
 def test_an_empty_file_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     done = _run(tmp_path / "empty.jsonl")
