@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from swift_stage2.errors import UserError
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
 
+_FAILED = 1
 _USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(config_path: str) -> int:
     from swift_stage2.config import load_config
-    from swift_stage2.launch.rank_end import as_rank
+    from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
     from swift_stage2.rank_environment import check_rank_environment
 
@@ -107,7 +109,16 @@ def _train(config_path: str) -> int:
         _warn(config)
         return int(importlib.import_module("swift_stage2.trainer").train(config_path))
 
-    status = as_rank(work)
+    try:
+        status = as_rank(work)
+    except UserError:
+        raise
+    except (
+        Exception
+    ) as error:  # the top of a rank: what failed stands last, below everything that was told of it
+        traceback.print_exc()
+        print_error("train", cause_of(error))
+        return _FAILED
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         standard_output.let_go()

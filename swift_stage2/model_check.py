@@ -1,6 +1,7 @@
-"""Refuses a missing checkpoint with one line, before a hub client would go looking for it outside.
+"""Refuses a missing or cut checkpoint with one line, before a hub client would go looking for it outside.
 
-Looks at directories only; a hub id is ms-swift's own business. Called by ``launch`` and by every rank.
+Looks at directories and the heads of weight files only; a hub id is ms-swift's own business. Called by ``launch`` and
+by every rank.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
@@ -24,7 +27,7 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
     """Checks every local directory that ``model``, ``adapters`` and ``resume_from_checkpoint`` name.
 
     Raises:
-        ConfigError: none of them is given, one is no path, or a directory is missing or is no checkpoint.
+        ConfigError: none of them is given, one is no path, or a directory is missing, no checkpoint or not whole.
     """
     named = 0
     for argument, mark in _MARKS.items():
@@ -52,3 +55,11 @@ def _check_directory(argument: str, directory: Path, mark: str) -> None:
         raise ConfigError(
             f"swift.{argument} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
         )
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            safe_open(path, framework="np")  # reads where the tensors lie, and that the file goes as far
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"swift.{argument} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
+                f"{' '.join(str(error).split())}; copy or save it again, a full disk or a broken copy has cut it"
+            ) from error
