@@ -111,11 +111,9 @@ def _train(config_path: str) -> int:
 
     try:
         status = as_rank(work)
-    except UserError:
-        raise
-    except (
-        Exception
-    ) as error:  # the top of a rank: what failed stands last, below everything that was told of it
+    except (UserError, BrokenPipeError):
+        raise  # told in a line of their own
+    except Exception as error:  # the top of a rank: what failed stands last, below all that was told
         traceback.print_exc()
         print_error("train", cause_of(error))
         return _FAILED
