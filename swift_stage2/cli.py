@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from swift_stage2.errors import UserError
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
 
+_FAILED = 1
 _USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
@@ -126,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.config import load_config
-    from swift_stage2.launch.rank_end import as_rank
+    from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
     from swift_stage2.rank_environment import check_rank_environment
     from swift_stage2.rank_work import train_rank
@@ -139,7 +141,14 @@ def _train(config_path: str, *, resume: bool) -> int:
         _warn(config)
         return train_rank(config, config_path, resume=resume)
 
-    status = as_rank(work)
+    try:
+        status = as_rank(work)
+    except (UserError, BrokenPipeError):
+        raise  # told in a line of their own
+    except Exception as error:  # the top of a rank: what failed stands last, below all that was told
+        traceback.print_exc()
+        print_error("train", cause_of(error))
+        return _FAILED
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         standard_output.let_go()

@@ -7,6 +7,7 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── UserError                 the user's mistake: one line, exit status 2
     │   ├── ConfigError           a key, value or combination in the YAML
     │   ├── DatasetError          the data set as a whole cannot be used
+    │   ├── StorageFull           the disk does not take what a run must write
     │   └── ServerUnavailable     a rollout server is missing when a run starts
     ├── SampleError               one sample cannot be used; it is quarantined, the run goes on
     │   └── PromptMismatch        the server was asked another prompt than the learner's
@@ -54,6 +55,10 @@ class ConfigError(UserError):
 
 class DatasetError(UserError):
     """The data set as a whole cannot be used (missing file, malformed line, no boxes)."""
+
+
+class StorageFull(UserError):
+    """A disk does not take what a run must write: it is full, over its quota, read-only or broken."""
 
 
 class ServerUnavailable(UserError):

@@ -1,7 +1,7 @@
-"""Refuses a missing checkpoint with one line, before a hub client would go looking for it outside.
+"""Refuses a missing or cut checkpoint with one line, before a hub client would go looking for it outside.
 
-Looks at directories; a hub id is ms-swift's own business, except where the user has said that there is no network.
-Called by ``launch``, by every rank, and by the rollout server for the id that it is given.
+Looks at directories and the heads of weight files only; a hub id is ms-swift's own business, except where the user has
+said that there is no network. Called by ``launch``, by every rank, and by the rollout server for the id that it is given.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
@@ -28,7 +29,7 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
     """Checks every local directory that ``model``, ``adapters`` and ``resume_from_checkpoint`` name.
 
     Raises:
-        ConfigError: none of them is given, one is no path, or a directory is missing or is no checkpoint.
+        ConfigError: none of them is given, one is no path, or a directory is missing, no checkpoint or not whole.
     """
     named = 0
     for argument, mark in _MARKS.items():
@@ -91,3 +92,11 @@ def _check_directory(argument: str, directory: Path, mark: str) -> None:
         raise ConfigError(
             f"swift.{argument} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
         )
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            safe_open(path, framework="np")  # reads where the tensors lie, and that the file goes as far
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"swift.{argument} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
+                f"{' '.join(str(error).split())}; copy or save it again, a full disk or a broken copy has cut it"
+            ) from error

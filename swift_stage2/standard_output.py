@@ -27,6 +27,11 @@ def let_go() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, _STDOUT)
-        os.close(nowhere)
+        throw_away()
+
+
+def throw_away() -> None:
+    """What is buffered and what comes goes nowhere: for who has told in another way that stdout takes nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDOUT)
+    os.close(nowhere)

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from swift_stage2.cpu_torchvision import declare_operators
@@ -31,12 +32,13 @@ from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
+from swift_stage2.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.config import Stage2Config, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.dataset_check import check_data  # noqa: E402
 from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
-from swift_stage2.errors import ConfigError, WeightSyncHang  # noqa: E402
+from swift_stage2.errors import ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.round_watch import EXIT_HANG  # noqa: E402
@@ -147,11 +149,13 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         if not self.stage2.saves_checkpoints:
             return None
         with self.stage2.telemetry.activity("saving"):
-            directory = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            directory = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if self.args.should_save:
-                resume.void_older(directory)  # no rank goes on to its own file before rank 0 has done this
+                resume.void_older(
+                    str(directory)
+                )  # no rank goes on to its own file before rank 0 has done this
             write = partial(
-                resume.write_state,
+                _write_state,
                 directory,
                 rank=self.args.process_index,
                 world_size=self.args.world_size,
@@ -161,7 +165,8 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
             self.stage2.together(write)
-            return super()._save_checkpoint(*args, **kwargs)
+            with whole_checkpoint(directory):
+                return super()._save_checkpoint(*args, **kwargs)
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""
@@ -279,10 +284,13 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
             keep_buffers_exact()
         SwiftSft(arguments).main()
     except Exception as error:  # raised again unless a hang is behind it
-        hang = _hang_behind(error)
-        if hang is None:
-            raise
-        return EXIT_HANG
+        if _hang_behind(error) is not None:
+            return EXIT_HANG
+        if isinstance(error, OSError) and is_storage_failure(error):
+            raise StorageFull(
+                f"a run needs a disk that takes what it writes, got {error}; make room"
+            ) from error
+        raise
     leave_job()
     return 0
 
@@ -427,6 +435,12 @@ class _StopSignals:
         self._trainer.stage2.learner.request_stop()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
+
+
+def _write_state(directory: Path, **state: Any) -> None:
+    """This rank's own file. What it raises of the disk is told on every rank alike."""
+    with whole_checkpoint(directory):
+        resume.write_state(str(directory), **state)
 
 
 def _rows_of(dataset: Any) -> Any:

@@ -49,11 +49,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Any]:
-    """A real filesystem of one mebibyte."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A real filesystem of one mebibyte, or of the size that a test's parameter names."""
     from small_disk import SmallDisk
 
-    disk = SmallDisk(tmp_path / "small_disk")
+    disk = SmallDisk(tmp_path / "small_disk", getattr(request, "param", "1m"))
     yield disk
     disk.unmount()
 

@@ -37,7 +37,7 @@ class SmallDisk:
         self._mount("-o", "remount,ro", str(self.path))
 
     def unmount(self) -> None:
-        subprocess.run(["umount", str(self.path)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True, timeout=30)
 
     @staticmethod
     def _mount(*arguments: str) -> None:

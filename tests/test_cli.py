@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swift_stage2 import __version__, cli
 from swift_stage2.bench.run import BENCHES
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import DatasetError, Stage2Error
+from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.launch.rank_end import end_left_in, take_room
 
 COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench")
 
@@ -151,13 +154,43 @@ def test_every_command_words_a_mistake_as_argparse_does(
     assert error.count("\n") == 1
 
 
-def test_an_error_that_is_not_the_users_keeps_its_traceback(valid: Path, trainer: types.ModuleType) -> None:
+def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_cause(
+    tmp_path: Path,
+    valid: Path,
+    trainer: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def train(config_path: str) -> int:
-        raise Stage2Error("a fault of ours")
+        raise Stage2Error("a fault\n  of ours")
 
+    file = tmp_path / "status"
+    take_room(file)
+    monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     trainer.train = train  # type: ignore[attr-defined]
-    with pytest.raises(Stage2Error, match="a fault of ours"):
-        cli.main(["train", str(valid)])
+    assert cli.main(["train", str(valid)]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert told.splitlines()[-1] == "swift-stage2 train: error: Stage2Error: a fault of ours"
+    assert end_left_in(file) == (1, "Stage2Error: a fault of ours")
+    left = json.loads((tmp_path / "error.json").read_text())
+    assert left["message"]["message"] == "Stage2Error: a fault of ours"
+
+
+def test_a_rank_leaves_its_end_though_the_disk_is_full(
+    small_disk: Any, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config_path: str) -> int:
+        raise StorageFull("no room")
+
+    file = small_disk.path / "status"
+    take_room(file)
+    small_disk.fill()
+    monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
+    trainer.train = train  # type: ignore[attr-defined]
+    assert cli.main(["train", str(valid)]) == 2
+    assert end_left_in(file) == (2, "no room")
 
 
 @pytest.mark.parametrize(("status", "left"), [(0, None), (7, "7")])

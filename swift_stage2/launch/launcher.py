@@ -10,6 +10,7 @@ from pathlib import Path
 
 from swift_stage2.config import load_config
 from swift_stage2.dataset_check import check_data
+from swift_stage2.error_line import print_error
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
@@ -18,6 +19,7 @@ from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPlan, plan_launch
 from swift_stage2.launch.ports import refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.launch.rank_end import end_left_in, take_room
 from swift_stage2.launch.readiness import ReadinessProbe
 from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
@@ -75,6 +77,8 @@ def launch(
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
+        if status and (cause := _cause_left_in(plan.exit_status_file)):
+            print_error("launch", cause)  # the last line names the cause, however much was told after it
         return status
 
 
@@ -88,7 +92,7 @@ def run_plan(
     """Starts, waits, follows and ends everything that ``plan`` names; see ``launch``."""
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-        plan.exit_status_file.unlink(missing_ok=True)
+        take_room(plan.exit_status_file)
     except OSError as exc:
         raise ConfigError(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
@@ -112,7 +116,7 @@ def run_plan(
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not shows_logs:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
-    if mistake:
+    if mistake and status == _USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
     return status
 
@@ -232,7 +236,13 @@ def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str
     if status == 0:
         return 0, ""
     try:
-        first, _, mistake = exit_status_file.read_text(encoding="utf-8").partition("\n")
-        return int(first), mistake
+        return end_left_in(exit_status_file)
     except (OSError, ValueError):
         return status, ""
+
+
+def _cause_left_in(exit_status_file: Path) -> str:
+    try:
+        return end_left_in(exit_status_file)[1]
+    except (OSError, ValueError):
+        return ""

@@ -1,12 +1,14 @@
 """The ``report`` command: what a run left behind in; tables, a page and the account of its samples out.
 
-Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run.
+Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run, its directories
+are of several, or the report cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from swift_stage2 import standard_output
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.report.gallery import DEFAULT_SIZE
@@ -30,9 +33,27 @@ _TRACE = "trace.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report, writes its page, and returns the exit status."""
+    """Prints the report, writes its page, and returns the exit status.
+
+    Raises:
+        UserError: there is no such run, or the report cannot be written.
+    """
     options = _parser().parse_args(argv)
     report = report_of(read_run(options.run_dir), options.gallery)
+    try:
+        _tell(report, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # who reads it has seen enough
+    except OSError as error:
+        standard_output.throw_away()
+        raise UserError(
+            f"a report needs an output that takes it, got {error}; send it elsewhere, or make room"
+        ) from error
+    return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
+
+
+def _tell(report: Report, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(report), indent=2))
         output = options.output
@@ -45,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"page: {output}")
     if not options.json:
         _merge_traces(options.run_dir[-1])
-    return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 
 def _merge_traces(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ Key = tuple[int, int, int, int]
 """Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
 
 EVALUATION = "evaluation"
+_MOST = 2**53
 _MOST_CHARACTERS = 20_000  # of a text that is shown
 
 
@@ -79,7 +80,7 @@ def matches_of(records: Iterable[Record]) -> tuple[list[Match], int]:
     for record in records:
         try:
             match = _match(record)
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError):
             num_odd += 1
         else:
             found[match.rank, match.purpose, match.sample, match.version] = match
@@ -91,14 +92,17 @@ def _match(record: Record) -> Match:
     width, height = (int(side) for side in record["space"])
     truth, predicted = _objects(record["truth"]), _objects(record["predicted"])
     pairs = tuple((int(one), int(other), float(iou)) for one, other, iou in record["pairs"])
+    version, moment = int(record["version"]), float(record["time"])
     if width < 1 or height < 1 or not _refer_once(pairs, len(predicted), len(truth)):
         raise ValueError("a space without area, or pairs of what is not there")
+    if max(width, height, epoch, position, row, attempt, abs(version)) > _MOST or not math.isfinite(moment):
+        raise ValueError("a number that no run comes to")
     return Match(
-        time=float(record["time"]),
+        time=moment,
         rank=int(record["rank"]),
         sample=(epoch, position, row, attempt),
         purpose=str(record["purpose"]),
-        version=int(record["version"]),
+        version=version,
         images=tuple(path if isinstance(path, str) else None for path in record["images"]),
         space=(width, height),
         truth=truth,

@@ -66,7 +66,7 @@ def quality_section(run: RunData, matches: Sequence[Match]) -> Section:
 
 def drift_section(run: RunData, matches: Sequence[Match]) -> Section:
     """The share of boxes that change their partner, by version difference."""
-    threshold = run.setting("stage2_ab", "channel_b", "matching", "iou_threshold")
+    threshold = run.number_setting("stage2_ab", "channel_b", "matching", "iou_threshold")
     threshold = MatchingConfig().iou_threshold if threshold is None else threshold
     found = drift_of(matches, threshold)
     if not found:

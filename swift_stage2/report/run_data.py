@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -49,10 +50,10 @@ class RunData:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    @property
-    def wanted_b(self) -> bool:
-        """Whether any step wanted channel B."""
-        return any(step["wants_b"] for records in self.ranks for step in records.steps.values())
+    def number_setting(self, *path: str) -> Any:
+        """One key of the configuration that holds a number; None where it is not known."""
+        value = self.setting(*path)
+        return value if isinstance(value, int | float) and 0 <= value < math.inf else None
 
     @property
     def had_no_b(self) -> bool:

@@ -38,12 +38,12 @@ def knobs_of(run: RunData) -> Knobs:
     """The settings; the window also from the ledger, which has always held it."""
     prefetch = ("stage2_ab", "channel_b", "prefetch")
     servers = run.setting("rollout", "servers")
-    window = run.setting(*prefetch, "version_window")
+    window = run.number_setting(*prefetch, "version_window")
     return Knobs(
-        b_ratio=run.setting("stage2_ab", "schedule", "b_ratio"),
-        sync_every_steps=run.setting(*prefetch, "sync_every_steps"),
+        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
+        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
         version_window=_window_of_ledger(run) if window is None else window,
-        num_servers=len(servers) if servers else None,
+        num_servers=len(servers) if isinstance(servers, list) and servers else None,
     )
 
 

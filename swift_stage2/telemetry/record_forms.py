@@ -16,6 +16,7 @@ Form = dict[str, Check]
 
 _ALIGNED = {"read": ("samples", "num_objects", "num_pixels")}
 """Lists of a kind that are of one length."""
+_ABSENT = object()
 _MOST = 2**62
 _MOST_RANKS = 2**16
 _COUNTERS = {metric.name for metric in METRICS if metric.kind is Kind.COUNTER} | {"queue_limit"}
@@ -25,7 +26,7 @@ def has_form(record: Mapping[str, Any], forms: Mapping[str, Form]) -> bool:
     """Whether the record has every field of its kind's form, and each of them passes; kinds without a form have any."""
     kind = record["kind"]
     return (
-        all(check(record.get(name)) for name, check in forms.get(kind, {}).items())
+        all(check(record.get(name, _ABSENT)) for name, check in forms.get(kind, {}).items())
         and len({len(record[name]) for name in _ALIGNED.get(kind, ())}) <= 1
     )
 
@@ -59,6 +60,11 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+def _maybe(check: Check) -> Check:
+    """Of what earlier releases did not write."""
+    return lambda value: value is None or value is _ABSENT or check(value)
+
+
 def _each(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
@@ -69,7 +75,7 @@ def _by_name(check: Check) -> Check:
 
 def _with(**form: Check) -> Check:
     return lambda value: (
-        isinstance(value, dict) and all(check(value.get(name)) for name, check in form.items())
+        isinstance(value, dict) and all(check(value.get(name, _ABSENT)) for name, check in form.items())
     )
 
 
@@ -90,16 +96,16 @@ _state = _with(
     epoch=_count, position=_count, num_rows=_count, world_size=_num_ranks, seed=_integer, outstanding=_samples
 )
 _ns_by_name = _by_name(_number)
-_sequence: Form = {"sequence": _or_none(_count)}
+_sequence: Form = {"sequence": _maybe(_count)}
 _gap: Form = {"records_lost": _count}
 
 LEDGER_FORMS: Mapping[str, Form] = {
     "gap": _gap,
     "start": _sequence
     | {
-        "run_id": _or_none(_text),
+        "run_id": _maybe(_text),
         "step": _count,
-        "world_size": _or_none(_num_ranks),
+        "world_size": _maybe(_num_ranks),
         "version_window": _count,
         "save_id": _or_none(_text),
         "state": _state,
@@ -132,9 +138,9 @@ AUDIT_FORMS: Mapping[str, Form] = {
     "start": {
         "time": _number,
         "step": _count,
-        "world_size": _or_none(_num_ranks),
-        "queue_limit": _or_none(_count),
-        "settings": _or_none(_by_name(lambda value: True)),
+        "world_size": _maybe(_num_ranks),
+        "queue_limit": _maybe(_count),
+        "settings": _maybe(_by_name(lambda value: True)),
     },
     "step": {
         "time": _number,
@@ -144,8 +150,8 @@ AUDIT_FORMS: Mapping[str, Form] = {
         "skip_reason": _or_none(_text),
         "version": _count,
         "version_lag": _or_none(_integer),
-        "queue_depth": _or_none(_count),
-        "infer_in_flight": _or_none(_count),
+        "queue_depth": _count,
+        "infer_in_flight": _count,
         "packs": _each(_with(pack_id=_text, version=_integer)),
         "activity_ns": _ns_by_name,
     },
@@ -164,8 +170,8 @@ AUDIT_FORMS: Mapping[str, Form] = {
         "numbers": _numbers,
         "activity_ns": _ns_by_name,
         "wall_ns": _number,
-        "pipeline_ns": _or_none(_ns_by_name),
-        "pipeline_wall_ns": _or_none(_number),
+        "pipeline_ns": _maybe(_ns_by_name),
+        "pipeline_wall_ns": _maybe(_number),
     },
     "evaluation": {
         "time": _number,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from ledger_run import LedgerRun
+from run_files import RunFiles, balanced_ledger
+from small_disk import SmallDisk
 
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.cli import main
@@ -90,3 +94,65 @@ def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.Captu
         "swift-stage2 report: error: a report needs a run's directory with ledger/rank*.jsonl, got "
     )
     assert "telemetry.audit: true" in line
+
+
+@pytest.mark.parametrize("given", ["a b", "b a", "a a"])
+def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        balanced_ledger(tmp_path / name)
+        RunFiles(tmp_path / name).start().train(12).end()
+    assert main(["report", *(str(tmp_path / name) for name in given.split())]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"got {tmp_path / given[-1]}, which resumed none of them" in line
+    assert "run report on each directory by itself" in line
+
+
+def test_a_later_part_that_is_given_first_is_refused(tmp_path: Path) -> None:
+    first = LedgerRun(tmp_path / "a", run_id="a")
+    first.train_drawn(2)
+    LedgerRun(tmp_path / "b", run_id="b", state=first.save("s1")).train_drawn(1)
+    assert main(["report", str(tmp_path / "b"), str(tmp_path / "a")]) == 2
+
+
+def test_a_read_only_target_is_one_line_with_a_status_of_its_own(
+    small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    balanced_ledger(small_disk.path).ledger.close()
+    small_disk.make_read_only()
+    assert main(["report", str(small_disk.path)]) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert "Read-only file system; name another file with --output" in line
+    assert "balanced: every sample" in told.out  # what it found is told all the same
+
+
+def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
+    balanced_ledger(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "swift_stage2", "report", str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "a report needs an output that takes it, got [Errno 28] No space left on device" in line
+
+
+def test_an_audit_without_any_record_does_not_show_that_there_was_no_channel_b(tmp_path: Path) -> None:
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "rank0.jsonl").write_bytes(b"")
+    assert main(["report", str(tmp_path)]) == 1
+
+
+def test_a_run_without_an_end_is_balanced_up_to_its_last_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = balanced_ledger(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "up to the last record, for no end is told" in " ".join(capsys.readouterr().out.split())
+    run.ledger.close()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no end is told" not in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,108 @@
+"""How real runs end that cannot go on: no half checkpoint is left, and the last words name the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_disk import SmallDisk
+from torchrun_job import ENVIRONMENT, MODEL, free_port, write_config
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def write_run(directory: Path, rows: Path, output: Path, **swift: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    return write_config(directory / "run", rows, None, b_ratio=0, swift={"output_dir": str(output), **swift})
+
+
+def launch(config: Path) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, "-m", "swift_stage2", "launch", str(config)], config)
+
+
+def torchrun(config: Path, *, ranks: int) -> subprocess.CompletedProcess[str]:
+    return _run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+         "--master_port", str(free_port()), "-m", "swift_stage2", "train", str(config)],
+        config,
+    )  # fmt: skip
+
+
+def _run(command: list[str], config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        env=os.environ | ENVIRONMENT | {"RECORD_DIR": str(config.parent / "micro_steps")},
+    )
+
+
+def checkpoints(run_dir: Path) -> dict[str, bool]:
+    """By name, whether it can be resumed from."""
+    return {
+        path.name: bool(json.loads((path / "trainer_state.json").read_text()))
+        for path in run_dir.glob("checkpoint-*")
+    }
+
+
+@pytest.mark.parametrize(
+    ("small_disk", "kept"),
+    [("20m", ["checkpoint-1"]), ("26m", ["checkpoint-1"])],
+    ids=["no room for weights", "no room for the optimizer's state"],
+    indirect=["small_disk"],
+)
+def test_a_disk_that_fills_up_leaves_whole_checkpoints_and_one_line(
+    small_disk: SmallDisk, tmp_path: Path, rows_file: Path, kept: list[str]
+) -> None:
+    """A checkpoint takes 14.3 MiB."""
+    run_dir = small_disk.path / "run"
+    config = write_run(tmp_path / "c", rows_file, run_dir, max_steps=3, save_strategy="steps", save_steps=1)
+    done = launch(config)
+    assert done.returncode == 2, done.stdout[-3000:]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(
+        f"swift-stage2 launch: error: a checkpoint needs a disk that takes it whole, got {run_dir}"
+    )
+    assert f"go on from {run_dir / 'checkpoint-1'}" in last
+    assert checkpoints(run_dir) == dict.fromkeys(kept, True)
+
+
+def test_a_model_that_was_cut_is_told_in_one_line_by_every_start(tmp_path: Path, rows_file: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    config = write_run(tmp_path / "c", rows_file, tmp_path / "run", model=str(model), max_steps=1)
+    done = launch(config)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert f"swift.model must hold whole weights, got {weights} of 3,333,084 bytes" in line
+    done = torchrun(config, ranks=2)
+    assert "swift-stage2 train: error: swift.model must hold whole weights" in done.stdout
+    said = [line for line in done.stdout.splitlines() if line.strip()]
+    assert (
+        said[-2].strip().startswith("traceback : swift.model must hold whole weights")
+    )  # torchrun's own last words
+
+
+def test_what_ms_swift_raises_is_named_last(tmp_path: Path, rows_file: Path) -> None:
+    """A scheduler that deepspeed or transformers refuse is met long after the configuration was read."""
+    config = write_run(tmp_path / "c", rows_file, tmp_path / "run", max_steps=1, use_liger_kernel=True)
+    settings = yaml.safe_load(config.read_text())
+    settings["swift"]["lr_scheduler_type"] = "cosine_with_min_lr"  # wants arguments that are not there
+    config.write_text(yaml.safe_dump(settings))
+    done = launch(config)
+    assert done.returncode != 0
+    assert "Traceback" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("swift-stage2 launch: error: ")
+    assert len(last) < 1100
