@@ -190,11 +190,13 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(tree, timeout=30)
 
 
-def run_learner(config: Path, directory: Path, *, ranks: int, inject: str = "") -> LearnerRun:
+def run_learner(
+    config: Path, directory: Path, *, ranks: int, inject: str = "", options: tuple[str, ...] = ()
+) -> LearnerRun:
     """Runs torchrun to its end, within a deadline, and leaves no process behind."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-        "--master_port", str(free_port()), "-m", "swift_stage2", "train", str(config),
+        "--master_port", str(free_port()), "-m", "swift_stage2", "train", str(config), *options,
     ]  # fmt: skip
     return _run(command, directory, inject=inject)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,32 @@ def test_bytes_that_are_no_text_do_not_end_the_show(log: Path) -> None:
     (line,) = shown
     assert line.endswith("\ufffd ok")
     assert line.startswith("\033[36m[learner]\033[0m ")
+
+
+_RANK = """
+import sys
+from tqdm import tqdm
+from swift_stage2.telemetry.live_state import LiveState
+from swift_stage2.telemetry.live_view import LiveView
+view = LiveView(sys.stdout, plain_every_steps=2)
+for step in tqdm(range(6), desc="Train", file=sys.stderr, mininterval=0):
+    view.update(LiveState(step=step, total_steps=6))
+"""
+
+
+def test_a_status_line_is_not_glued_to_a_progress_bar(log: Path) -> None:
+    """Both go to one log, the bar by stderr and without an end of line."""
+    shown: list[str] = []
+    follower = LogFollower(log, "learner", shown.append)
+    with log.open("ab") as file:
+        subprocess.run(
+            [sys.executable, "-u", "-c", _RANK],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=100,
+            check=True,
+        )
+    follower.close()
+    lines = [line for line in shown if "step" in line]
+    assert [line.split(" | ")[0] for line in lines] == ["[learner] step 2/6", "[learner] step 4/6"]
+    assert any("Train:" in line for line in shown)

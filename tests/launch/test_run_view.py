@@ -23,7 +23,7 @@ def test_a_terminal_shows_the_run_that_began_since(tmp_path: Path, monkeypatch: 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     since = time.time()
-    with RunView(tmp_path, since) as view:
+    with RunView(tmp_path, since, print) as view:
         view.refresh()
         assert terminal.getvalue() == "", "there is no run yet"
         telemetry = rank(tmp_path / "v0-20261121")
@@ -48,7 +48,7 @@ def test_an_earlier_run_in_the_same_place_is_not_shown(
     telemetry.record_start(0)
     telemetry.record_step(step(0))
     telemetry.close()
-    with RunView(tmp_path, time.time() + 1) as view:
+    with RunView(tmp_path, time.time() + 1, print) as view:
         view.refresh()
     assert terminal.getvalue() == ""
 
@@ -61,18 +61,29 @@ def test_a_resumed_run_counts_from_where_it_began(tmp_path: Path, monkeypatch: p
         telemetry.record_start(first)
         telemetry.record_step(step(first))
         telemetry.close()
-    with RunView(tmp_path, 0.0) as view:
+    with RunView(tmp_path, 0.0, print) as view:
         view.refresh()
     assert any("21/40" in line for line in terminal.screen())
 
 
-def test_elsewhere_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
+@pytest.mark.parametrize("verbose", [False, True])
+def test_elsewhere_a_line_is_told_every_few_steps_unless_the_ranks_own_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    shown: list[str] = []
     telemetry = rank(tmp_path)
     telemetry.record_start(0)
-    telemetry.record_step(step(0))
-    telemetry.close()
-    with RunView(tmp_path, 0.0) as view:
+    with RunView(tmp_path, 0.0, shown.append, verbose=verbose) as view:
+        for number in range(23):
+            telemetry.record_step(step(number))
+            view.refresh()
+        telemetry.audit.write("warning", message="the queue is empty")
         view.refresh()
-    assert stream.getvalue() == ""
+        view.refresh()
+        telemetry.close()
+    beginnings = [line.split(" | ")[0] for line in shown]
+    steps = [f"[launch] step {number}/40" for number in (1, 11, 21)]
+    last = ["[launch] warning: the queue is empty", "[launch] step 23/40"]
+    assert beginnings == ([] if verbose else steps + last)
+    assert all("\n" not in line for line in shown)

@@ -1,7 +1,8 @@
 """``swift-stage2 bench kills``: kill -9 at random points of a two-rank run, resumed each time; what the ledgers prove.
 
-Every process of the run goes on in one directory, from the newest whole checkpoint, or anew while there is none. After
-every kill, and once the last process has stopped by itself, the ledgers of both ranks are replayed.
+Every process of the run goes on in one directory, from the newest whole checkpoint; the first is killed behind one,
+because no run may begin over another. After every kill, and once the last process has stopped by itself, the ledgers of
+both ranks are replayed.
 """
 
 from __future__ import annotations
@@ -115,7 +116,12 @@ class _Run:
         job = self._start(f"kill{number}", checkpoint)
         begun = job.num_steps
         try:
-            if self._rng.random() < _SHARE_AT_START:
+            is_early = self._rng.random() < _SHARE_AT_START
+            if checkpoint is None:
+                job.wait_for(
+                    lambda: newest_whole_checkpoint(self._run_dir), "a first checkpoint", _START_DEADLINE_S
+                )
+            if is_early and checkpoint is not None:
                 job.wait_s(self._rng.uniform(0, _LONGEST_START_S))
             else:
                 job.wait_for_steps(self._rng.randint(1, _MOST_STEPS), _START_DEADLINE_S)
