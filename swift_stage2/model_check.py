@@ -1,7 +1,7 @@
 """Refuses a missing or cut checkpoint with one line, before a hub client would go looking for it outside.
 
-Looks at directories and the heads of weight files only; a hub id is ms-swift's own business, except where the user has
-said that there is no network. Called by ``launch``, by every rank, and by the rollout server for the id that it is given.
+Looks at directories and the heads of weight files only; a hub id is ms-swift's own business, except where the user
+has said that there is no network. Called by ``launch``, by every rank, and by the rollout server for its model.
 """
 
 from __future__ import annotations
