@@ -119,6 +119,7 @@ class AnswerTargets:
         body = (
             {"infer_requests": [_REQUEST], "request_config": self._config} if path == protocol.INFER else None
         )
+        self._http.post(self._merger_url + protocol.PROCESS_WEIGHTS, json={})
         reply = self._http.request(method, self._merger_url + path, json=body)
         if path == protocol.INFER and reply.status_code == httpx.codes.OK:
             assert isinstance(json.loads(reply.content), list)
