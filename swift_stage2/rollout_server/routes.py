@@ -35,6 +35,7 @@ _CONTROL_THREADS = 8
 _DECODING_THREADS = 2
 _UPLOAD_TIMEOUT_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
+_LONGEST_DETAIL = 1000  # a message may quote what was sent
 
 ResultT = TypeVar("ResultT")
 
@@ -268,12 +269,13 @@ def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -
 
 def _cause(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
+    cause = f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
+    return cause[:_LONGEST_DETAIL]
 
 
 def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
     def answer(_: Request, error: Exception) -> JSONResponse:
-        body = {"detail": " ".join(str(error).splitlines())}
+        body = {"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines())}
         if isinstance(error, RoundRefused):
             body["reason"] = error.reason
         return JSONResponse(body, status)
