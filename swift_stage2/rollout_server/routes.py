@@ -228,9 +228,8 @@ class _Routes:
     async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
         over = _over(tickets)
-        while not over.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), _DISCONNECT_POLL_S)
+        while not over.done():
+            await asyncio.wait({over}, timeout=_DISCONNECT_POLL_S)
             if await request.is_disconnected():
                 break
         ended = {i: ticket.future for i, ticket in enumerate(tickets) if ticket.future.done()}
@@ -287,9 +286,10 @@ async def _nobody_reads(_: Request, error: Exception) -> Response:
     return Response(status_code=408)
 
 
-def _over(tickets: list[Ticket]) -> asyncio.Event:
-    """Set on the running loop when all have ended or one has failed."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
+    """Done, on the running loop, when all have ended or one has failed."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
     lock, num_open = threading.Lock(), len(tickets)
 
     def count(future: Future[Completion]) -> None:
@@ -299,7 +299,7 @@ def _over(tickets: list[Ticket]) -> asyncio.Event:
             is_last = num_open == 0
         if is_last or future.exception(0) is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
-                loop.call_soon_threadsafe(over.set)
+                loop.call_soon_threadsafe(lambda: over.done() or over.set_result(None))
 
     for ticket in tickets:
         ticket.future.add_done_callback(count)
