@@ -292,6 +292,10 @@ def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
     over: asyncio.Future[None] = loop.create_future()
     lock, num_open = threading.Lock(), len(tickets)
 
+    def finish() -> None:
+        if not over.done():
+            over.set_result(None)
+
     def count(future: Future[Completion]) -> None:
         nonlocal num_open
         with lock:
@@ -299,7 +303,7 @@ def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
             is_last = num_open == 0
         if is_last or future.exception(0) is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
-                loop.call_soon_threadsafe(lambda: over.done() or over.set_result(None))
+                loop.call_soon_threadsafe(finish)
 
     for ticket in tickets:
         ticket.future.add_done_callback(count)
