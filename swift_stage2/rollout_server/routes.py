@@ -36,6 +36,7 @@ _CONTROL_THREADS = 8
 _DECODING_THREADS = 2
 _UPLOAD_TIMEOUT_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
+_LONGEST_DETAIL = 1000  # a message may quote what was sent
 
 ResultT = TypeVar("ResultT")
 
@@ -226,9 +227,8 @@ class _Routes:
     async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
         over = _over(tickets)
-        while not over.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), _DISCONNECT_POLL_S)
+        while not over.done():
+            await asyncio.wait({over}, timeout=_DISCONNECT_POLL_S)
             if await request.is_disconnected():
                 break
         ended = {i: ticket.future for i, ticket in enumerate(tickets) if ticket.future.done()}
@@ -262,12 +262,13 @@ def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -
 
 def _cause(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
+    cause = f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
+    return cause[:_LONGEST_DETAIL]
 
 
 def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
     def answer(_: Request, error: Exception) -> JSONResponse:
-        body = {"detail": " ".join(str(error).splitlines())}
+        body = {"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines())}
         if isinstance(error, RoundRefused):
             body["reason"] = error.reason
         return JSONResponse(body, status)
@@ -279,10 +280,15 @@ async def _nobody_reads(_: Request, error: Exception) -> Response:
     return Response(status_code=408)
 
 
-def _over(tickets: list[Ticket]) -> asyncio.Event:
-    """Set on the running loop when all have ended or one has failed."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
+    """Done, on the running loop, when all have ended or one has failed."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
     lock, num_open = threading.Lock(), len(tickets)
+
+    def finish() -> None:
+        if not over.done():
+            over.set_result(None)
 
     def count(future: Future[Completion]) -> None:
         nonlocal num_open
@@ -291,7 +297,7 @@ def _over(tickets: list[Ticket]) -> asyncio.Event:
             is_last = num_open == 0
         if is_last or future.exception(0) is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
-                loop.call_soon_threadsafe(over.set)
+                loop.call_soon_threadsafe(finish)
 
     for ticket in tickets:
         ticket.future.add_done_callback(count)

@@ -224,12 +224,13 @@ def odd_bodies() -> Iterator[tuple[str, bytes]]:
             yield protocol.INFER, json.dumps({**body, "infer_requests": [{"messages": [message]}]}).encode()
 
 
+@pytest.mark.parametrize("asked", POST_PATHS)
 def test_no_body_brings_a_route_to_an_exception_of_its_own(
-    server: RunningServer, caplog: pytest.LogCaptureFixture
+    server: RunningServer, caplog: pytest.LogCaptureFixture, asked: str
 ) -> None:
     statuses: dict[int, int] = {}
     with caplog.at_level(logging.WARNING):
-        for path, raw in odd_bodies():
+        for path, raw in (odd for odd in odd_bodies() if odd[0] == asked):
             try:
                 reply = server.http.post(path, content=raw)
             except httpx.TimeoutException as error:
@@ -243,7 +244,7 @@ def test_no_body_brings_a_route_to_an_exception_of_its_own(
                 server.post(protocol.FINISH_ROUND, {"round_id": json.loads(raw)["round_id"], "commit": False})
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
     assert server.http.get(protocol.HEALTH).status_code == 200
-    assert sum(statuses.values()) > 400, statuses
+    assert sum(statuses.values()) > 25, statuses
 
 
 def test_callers_that_vanish_at_any_byte_leave_no_traceback_and_no_work(

@@ -73,9 +73,12 @@ class _Target:
                     outcome, num_tracebacks = "traceback", now
                 outcomes[outcome] += 1
         health = AttackResult(
-            f"/health/ during: {name}", sum(watch.outcomes.values()), watch.outcomes, seconds=watch.longest_s
+            f"/health/ during: {name}",
+            sum(watch.outcomes.values()),
+            dict(watch.outcomes),
+            seconds=watch.longest_s,
         )
-        return [AttackResult(name, len(tries), outcomes, watch.peak_mib, longest_s), health]
+        return [AttackResult(name, len(tries), dict(outcomes), watch.peak_mib, longest_s), health]
 
     def is_idle(self) -> bool:
         body = httpx.get(self.base_url + protocol.HEALTH, trust_env=False, timeout=_TIMEOUT_S).json()
