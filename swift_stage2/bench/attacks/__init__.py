@@ -3,6 +3,7 @@
     result     one kind of attack: how often it was tried, how each try ended, what it cost
     run        all groups, one table; exit status 1 if one try ended as none may
     answers    servers' answers: odd ones, and ones without an end
+    rounds     uninvited peers, stores, waits beside a frozen learner, weights that lie
 
 Every group is a module with a function ``attacks() -> list[AttackResult]``.
 """
