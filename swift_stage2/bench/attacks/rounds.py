@@ -139,7 +139,7 @@ class _Tries:
     def count(self, outcome: str, number: int = 1) -> None:
         self._outcomes[outcome] += number
 
-    def result(self) -> AttackResult:
+    def counted(self) -> AttackResult:
         grown = None if self._process is None else (self._peak - self._start) / _MIB
         attempts = sum(self._outcomes.values())
         return AttackResult(self._name, attempts, dict(self._outcomes), grown, self._longest_s)
@@ -158,7 +158,7 @@ def _strangers(server: BenchServer, session: ServerSession) -> AttackResult:
     tries.count("learner let in" if learner.complete(secret) == _SERVING else "lost")
     for peer in silent:
         tries.count(_heard(peer))
-    return tries.result()
+    return tries.counted()
 
 
 def _stores_of_strangers(server: BenchServer, session: ServerSession) -> AttackResult:
@@ -169,7 +169,7 @@ def _stores_of_strangers(server: BenchServer, session: ServerSession) -> AttackR
         with tries.one():
             tries.count(_heard(_present(server.group_port, b"\1" * 8 * _MIB)))
     tries.count("learner let in" if learner.complete(secret) == _SERVING else "lost")
-    return tries.result()
+    return tries.counted()
 
 
 def _stores_of_callers(server: BenchServer, session: ServerSession) -> AttackResult:
@@ -187,7 +187,7 @@ def _stores_of_callers(server: BenchServer, session: ServerSession) -> AttackRes
                 tries.count("accepted")
             except ServerFault as fault:
                 tries.count("refused" if fault.status in (422, 500) else "lost")
-    return tries.result()
+    return tries.counted()
 
 
 def _lies(server: BenchServer, session: ServerSession) -> AttackResult:
@@ -203,7 +203,7 @@ def _lies(server: BenchServer, session: ServerSession) -> AttackResult:
             is_unproven = {state, health, refused} == {protocol.RefusalReason.UNPROVEN.value}
             tries.count("unproven for all" if is_unproven else "accepted")
     tries.count("proven again" if learner.complete(learner.open()) == _SERVING else "lost")
-    return tries.result()
+    return tries.counted()
 
 
 def _reason_to_refuse(session: ServerSession) -> str | None:
@@ -232,7 +232,7 @@ def _waiting_loads(server: BenchServer, session: ServerSession) -> AttackResult:
                 for load in loads:
                     tries.count(load.result(timeout=2 * _LONGEST_S))
     tries.count("proven" if learner.complete(learner.open()) == _SERVING else "lost")
-    return tries.result()
+    return tries.counted()
 
 
 def _load(session: ServerSession) -> str:
@@ -264,7 +264,7 @@ def _ends_beside_a_frozen_learner(servers: BenchServers) -> AttackResult:
                 frozen.kill()
                 frozen.wait(_LONGEST_S)
         servers.end(server)
-    return tries.result()
+    return tries.counted()
 
 
 def _start_learner(port: int, secret: str) -> subprocess.Popen[bytes]:
