@@ -342,7 +342,7 @@ def _commands() -> Iterator[Case]:
         (("demo", "--b-ratio", "2"), "b_ratio"),
         (("demo", "--kind", "cats"), "invalid choice"),
         (("demo", "--engine", "tensorrt"), "invalid choice"),
-        (("bench", "learnin"), "did you mean learning?"),
+        (("bench", "learnng"), "did you mean learning?"),
         (("bench", "learning", "--steps", "0"), "steps"),
         (("bench", "learning", "--b-ratios", "x"), "b-ratios"),
         (("bench", "kills", "--points", "0"), "points"),
