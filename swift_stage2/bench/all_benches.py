@@ -76,6 +76,7 @@ PLAN: Mapping[str, PlannedBench] = {
     "kills": PlannedBench(minutes=60, quick_minutes=15, quick="--points 2"),
     "outage": PlannedBench(minutes=40, quick_minutes=15, quick="--steps 10 --cycles 1"),
     "soak": PlannedBench(minutes=60, quick_minutes=20, quick="--steps 76"),
+    "wrong-inputs": PlannedBench(minutes=60, quick_minutes=15, quick="--only YAML"),
 }
 
 

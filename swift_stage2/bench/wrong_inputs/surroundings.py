@@ -349,7 +349,6 @@ def _commands() -> Iterator[Case]:
         (("bench", "faults", "--server", "x"), "must be one of"),
         (("bench", "faults", "--rows", "none_such"), "none_such"),
         (("bench", "all", "--only", "none_such"), "none_such"),
-        (("bench", "wrong-inputs", "--only", "none_such"), "none_such"),
         (("init",), "an answer to every question"),
         (("init", "--data", "rows.jsonl"), "--model"),
         ((*_INIT, "--output", "a.yaml", "--learner-gpus", "first"), "GPUs must be numbers"),
