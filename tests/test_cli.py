@@ -329,7 +329,7 @@ def test_every_help_ends_with_the_exit_statuses(
         (("doctor", "x.yaml", "--jsn"), "--json"),
         (("report", "x", "--galery", "3"), "--gallery"),
         (("launch", "x.yaml", "--nproc_per_node", "2"), "--nproc-per-node"),
-        (("bench", "lerning"), "learning"),
+        (("bench", "learnng"), "learning"),
         (("bench", "plan", "--rnaks", "2"), "--ranks"),
         (("rollout", "m", "--engine", "transformer"), "transformers"),
     ],

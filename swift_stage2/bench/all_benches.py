@@ -77,6 +77,7 @@ PLAN: Mapping[str, PlannedBench] = {
     "outage": PlannedBench(minutes=40, quick_minutes=15, quick="--steps 10 --cycles 1"),
     "soak": PlannedBench(minutes=60, quick_minutes=20, quick="--steps 76"),
     "attacks": PlannedBench(minutes=30, quick_minutes=30, quick=""),
+    "wrong-inputs": PlannedBench(minutes=60, quick_minutes=15, quick="--only YAML"),
 }
 
 

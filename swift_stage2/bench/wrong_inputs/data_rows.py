@@ -275,7 +275,7 @@ def _named() -> Iterator[Case]:
             (*DATA, "--apply-exif", "upright", "--output", ROWS_FILE),
             ROWS_FILE,
         ),
-        ("data with a word that it does not know", ("data", "chekc", ROWS_FILE), "chekc"),
+        ("data with a word that it does not know", ("data", "chcek_it", ROWS_FILE), "chcek_it"),
         ("--dialect of nothing known", (*DATA, "--dialect", "xml"), "xml"),
     ):
         yield Case(area=area, wrong=wrong, words=words, told=told, statuses=(1, 2))

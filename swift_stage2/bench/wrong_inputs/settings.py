@@ -64,7 +64,7 @@ _TEXTS: tuple[tuple[str, str | bytes, str], ...] = (
 
 _MISSPELT: tuple[tuple[str, Any, str], ...] = (
     ("stage2_ba", {}, "did you mean 'stage2_ab'"),
-    ("stage2_ab.shedule", {}, "did you mean 'schedule'"),
+    ("stage2_ab.scheduule", {}, "did you mean 'schedule'"),
     ("stage2_ab.schedule.b_ratoi", 0.5, "did you mean 'b_ratio'"),
     ("b_ratio", 0.5, "belongs at 'stage2_ab.schedule.b_ratio'"),
     ("queue_limit", 8, "belongs at 'stage2_ab.channel_b.prefetch.queue_limit'"),
@@ -73,7 +73,7 @@ _MISSPELT: tuple[tuple[str, Any, str], ...] = (
     ("rollout.api_key", "hush", "did you mean 'api_key_env'"),
     ("rollout.decoding.temprature", 1, "did you mean 'temperature'"),
     ("rollout.sync.time_out_s", 1, "did you mean 'timeout_s'"),
-    ("launch.servers.0.divices", [1], "did you mean 'devices'"),
+    ("launch.servers.0.devicees", [1], "did you mean 'devices'"),
     ("launch.learner.nproc", 2, "unknown key 'nproc'"),
     ("telemetry.tensorbord", True, "did you mean 'tensorboard'"),
     ("zzz", 1, "its keys are swift, stage2_ab"),
