@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +91,3 @@ def test_without_the_key_such_rows_refuse_the_run_with_their_place(
     assert refused.status != 0
     assert f"{mixed_file}:1: a row needs objects=" in refused.output
     assert "rows_without_objects: channel_a_only" in refused.output
-
-
-def test_a_step_without_a_token_to_train_leaves_the_weights_finite(
-    tmp_path: Path, mixed_file: Path, server: Server
-) -> None:
-    """Nothing of an empty answer weighs anything here: a mean over no token would be no number, for good."""
-    nothing = [row for row in read_rows(mixed_file) if row.get("objects") == {"ref": [], "bbox": []}]
-    rows = tmp_path / "nothing.jsonl"
-    rows.write_text("\n".join(map(json.dumps, nothing)) + "\n", encoding="utf-8")
-    directory = tmp_path / "run"
-    target = {"weights": {"structure": 0.0, "closure": 0.0}}
-    config = write_config(
-        directory, rows, server, b_ratio=0.5, swift={"max_steps": 12, "logging_steps": 1}, target=target
-    )
-    run = run_learner(config, directory, ranks=1)
-    assert run.status == 0, run.output[-3000:]
-    assert "B" in {step["channel"] for step in run.audit(0, "step")}
-    losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.e+-]+|nan)", run.output)]
-    assert losses
-    assert all(map(math.isfinite, losses)), losses
