@@ -170,9 +170,7 @@ def test_no_damage_ends_in_a_traceback(
     shutil.rmtree(run_dir)
 
 
-def test_no_record_of_the_ledger_can_be_missing_unseen(
-    valid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_record_of_the_ledger_can_be_missing_unseen(valid: Path, tmp_path: Path) -> None:
     """Each of them: left out, cut off with all that follow, torn, and as a record of another form."""
     shutil.copytree(valid, tmp_path / "run")
     path = tmp_path / "run" / "ledger" / "rank0.jsonl"
@@ -185,7 +183,7 @@ def test_no_record_of_the_ledger_can_be_missing_unseen(
             [*lines[:number], *lines[number + 1 :]],
             lines[:number],
             [*lines[:number], lines[number][: len(lines[number]) // 2]],
-            [*lines[:number], b'{"kind":"%s"}\n' % kind.encode(), *lines[number + 1 :]],
+            [*lines[:number], b'{"kind":"%s","sequence":"x"}\n' % kind.encode(), *lines[number + 1 :]],
         ):
             path.write_bytes(b"".join(rest))
             report = read_run([tmp_path / "run"])

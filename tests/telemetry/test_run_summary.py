@@ -146,6 +146,9 @@ def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
             "version": 0,
             "packs": [],
             "activity_ns": {},
+            "version_lag": None,
+            "queue_depth": 0,
+            "infer_in_flight": 0,
         },
         {"kind": "gap", "records_lost": 12},
     ]
