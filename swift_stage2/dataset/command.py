@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
 from swift_stage2.dataset.summary import MOST_SHOWN, lines_of, to_json
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
@@ -86,16 +87,16 @@ def _rewrite(files: Sequence[Path], options: argparse.Namespace) -> Path:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="swift-stage2 data",
-        description="Checks training data without a model.",
+    statuses = "0 no fault; 1 faults found"
+    parser = CommandParser(
+        exit_statuses=statuses, prog="swift-stage2 data", description="Checks training data without a model."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
         help="check every row of JSONL files",
         description="Checks every row of JSONL files and prints all faults, each with its file and line.",
-        epilog="exit status: 0 no fault, 1 faults found, 2 the call cannot be used",
+        exit_statuses=statuses,
     )
     check.add_argument("files", nargs="+", metavar="FILE.jsonl")
     check.add_argument(

@@ -10,6 +10,7 @@ from pathlib import Path
 from swift_stage2.bench.attacks import answers, requests, rounds
 from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.bench.results import ResultTable, publish
+from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.output_directory import claim_directory
 
@@ -71,11 +72,12 @@ def notes(results: dict[str, list[AttackResult]]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        exit_statuses="0 every attack was withstood; 1 one was not",
         prog="swift-stage2 bench attacks",
         description="Send what a hostile or broken peer may send to the real parts over real sockets, and count how "
-        "each try ends. Takes some minutes. Exit status 0: no try ended in a hang, a traceback, or an answer believed "
-        "that must not be.",
+        "each try ends. Takes some minutes. An attack is not withstood when a try ends in a hang, a traceback, or an "
+        "answer believed that must not be.",
     )
     parser.add_argument(
         "--groups",
