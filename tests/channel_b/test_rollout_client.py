@@ -491,7 +491,7 @@ def test_without_a_proven_incarnation_the_first_reply_names_it(
 def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
         client.set_proven([server.url], {server.url: "a"})
-        server.on_infer = stamped(incarnation="b")
+        server.on_infer = stamped(weight_version=3, incarnation="b")
         ask(client, 1)
         client.set_proven([server.url], {server.url: "b"})
         assert client.suspects == {}

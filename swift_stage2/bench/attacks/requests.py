@@ -199,7 +199,7 @@ def _bodies(target: _Target, folder: Path) -> list[AttackResult]:
     tries = [_post(path, body) for path in paths for body in odd]
     texts = ("\ud800", "\0", "a" * 2000)
     tries += [_post(protocol.INFER, json.dumps({"infer_requests": [_text(text)], key: text}).encode())
-              for text in texts for key in ("request_config", "use_tqdm", "adapter_request")]  # fmt: skip
+              for text in texts for key in ("request_config", "no_such_field", "adapter_request")]  # fmt: skip
     timeouts: tuple[Any, ...] = ("abc", 1e400, -1, True, [], 10**30)
     tries += [_post(path, json.dumps({"host": "127.0.0.1", "port": 1, "round_id": "r", "run_id": "a", "version": 1,
                                       "manifest": [], "timeout_s": value}).encode())
