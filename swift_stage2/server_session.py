@@ -71,9 +71,6 @@ class ServerSession:
         """
         try:
             info = protocol.ServerInfo.from_json(self.get(protocol.SERVER_INFO, deadline))
-            if info.state in _OUT_OF_SERVICE:
-                raise ProtocolError(f"the server's engine must be ready, got state={info.state}")
-            return info
         except ProtocolError as error:
             raise ServerFault(
                 self._caller.without_key(f"{self.base_url}{protocol.SERVER_INFO}: {error}"),
@@ -88,6 +85,11 @@ class ServerSession:
                     kind=FaultKind.STATUS,
                 ) from fault
             return protocol.ServerInfo(stock=True)
+        if info.state in _OUT_OF_SERVICE:
+            raise ServerFault(
+                f"{self.base_url}{protocol.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
+            )
+        return info
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
