@@ -156,7 +156,7 @@ def test_an_info_that_the_wire_does_not_allow_is_the_servers_fault(
 
 def test_only_info_takes_a_missing_path_for_a_stock_server(session: ServerSession) -> None:
     with pytest.raises(ServerFault, match="status 404"):
-        session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S))
+        session.get(protocol.STATE_KEYS, Deadline(AMPLE_S))
 
 
 def test_nobody_listens() -> None:

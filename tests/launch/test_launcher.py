@@ -443,9 +443,8 @@ def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch:
     running.wait_for(r"learner process \d+ runs")
     assert "started merger0" in running.output
     for port in (inner, running.port):
-        reply = httpx.post(
-            f"http://127.0.0.1:{port}/infer/", json={"infer_requests": [{}]}, timeout=20, trust_env=False
-        )
+        asked = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}
+        reply = httpx.post(f"http://127.0.0.1:{port}/infer/", json=asked, timeout=20, trust_env=False)
         assert reply.status_code == 200
     kill_server(running, 1)
     running.wait_for(r"server0 ended .*restart 1 of 1")
