@@ -41,6 +41,11 @@ def _ours(state: str) -> Any:
     return lambda call: _json(info.to_json())
 
 
+def _silent(call: Call) -> Answer:
+    """Knows no path, as a stock server whose workers are gone."""
+    return Answer(status=404)
+
+
 def _wait_until(holds: Callable[[], bool]) -> None:
     """Bounded polling: the probe's thread tells nobody what it did."""
     end = time.monotonic() + LONGEST_WAIT_S
@@ -64,7 +69,7 @@ def test_a_suspect_that_answers_is_told(server: FakeRolloutServer, probe: Suspec
 
 
 def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    with FakeRolloutServer() as other:  # stock, and its world size is never told: it does not answer
+    with FakeRolloutServer(on_get=_silent) as other:  # its world size is never told: it does not answer
         probe.watch([server.url, other.url])
         _wait_for(probe, {server.url})
         count = len(server.calls)
@@ -75,7 +80,7 @@ def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, prob
 
 
 def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    with FakeRolloutServer() as other:
+    with FakeRolloutServer(on_get=_silent) as other:
         probe.watch([other.url])
         other.wait_until(lambda: len(other.calls) >= 4)
     assert server.calls == []
@@ -97,7 +102,7 @@ def test_a_stock_server_must_tell_its_world_size(probe: SuspectProbe) -> None:
     def stock(call: Call) -> Answer:
         return _json({"world_size": 1}) if call.path == protocol.WORLD_SIZE else Answer(status=404)
 
-    with FakeRolloutServer() as server:
+    with FakeRolloutServer(on_get=_silent) as server:
         probe.watch([server.url])
         server.wait_until(lambda: len(server.calls) >= 4)
         assert probe.answering() == frozenset()

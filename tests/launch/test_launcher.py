@@ -442,8 +442,8 @@ def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch:
     )
     running.wait_for(r"learner process \d+ runs")
     assert "started merger0" in running.output
+    asked = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}
     for port in (inner, running.port):
-        asked = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}
         reply = httpx.post(f"http://127.0.0.1:{port}/infer/", json=asked, timeout=20, trust_env=False)
         assert reply.status_code == 200
     kill_server(running, 1)
@@ -452,7 +452,7 @@ def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch:
     assert running.output.count("started merger0") == 2
     url = f"http://127.0.0.1:{running.port}"
     for path, status in ((protocol.INFER, 502), (protocol.PROCESS_WEIGHTS, 200), (protocol.INFER, 200)):
-        reply = httpx.post(url + path, json={"infer_requests": [{}]}, timeout=20, trust_env=False)
+        reply = httpx.post(url + path, json=asked, timeout=20, trust_env=False)
         assert reply.status_code == status  # nobody believes a new server before it has been given weights
     running.process.terminate()
     assert running.finish() == 143

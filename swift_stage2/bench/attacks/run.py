@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 from swift_stage2.bench.attacks import answers, requests, rounds
 from swift_stage2.bench.attacks.result import AttackResult
@@ -14,11 +15,7 @@ from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.output_directory import claim_directory
 
-GROUPS: Mapping[str, Callable[[], list[AttackResult]]] = {
-    "answers": answers.attacks,
-    "requests": requests.attacks,
-    "rounds": rounds.attacks,
-}
+GROUPS: Mapping[str, ModuleType] = {"answers": answers, "requests": requests, "rounds": rounds}
 _FAILED = 1
 
 
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, list[AttackResult]] = {}
     for group in options.groups:
         print(f"[bench] {group}", flush=True)
-        results[group] = GROUPS[group]()
+        results[group] = GROUPS[group].attacks()
     facts = {group: [asdict(result) for result in found] for group, found in results.items()}
     publish(directory, "attacks", facts, [table(results)], notes(results))
     return _FAILED if any(result.forbidden for found in results.values() for result in found) else 0
