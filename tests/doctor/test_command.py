@@ -226,12 +226,7 @@ def test_who_would_leave_the_gpus_here_unused_is_told(
 @pytest.mark.parametrize(
     ("changes", "check", "verdict", "fix"),
     [
-        (
-            {"stage2_ab__channel_b__target": {"dialect": "object_map"}},
-            "samples",
-            "failed",
-            "QWENVL_BBOX_FORMAT=new",
-        ),
+        ({"stage2_ab__channel_b__target": {"dialect": "object_map"}}, "data sets", "failed", "object_map"),
         (
             {"stage2_ab__channel_b__packing": {"packing_length": 110}},
             "samples",
@@ -304,7 +299,9 @@ def test_the_rows_and_steps_of_evaluations_are_told(
     for row, words in zip(rows, found, strict=True):
         assert words in row["found"]
         assert bool(row["fix"]) == (row["verdict"] == "warning")
-    assert report.row("data sets")["found"].startswith(f"{rows_file}; for validation {rows_file}: every line")
+    assert report.row("data sets")["found"].startswith(
+        f"{rows_file}; for validation {rows_file}: all 24 rows"
+    )
 
 
 @pytest.mark.parametrize(("max_steps", "times"), [(12, 1), (11, 0), (22, 2), (21, 1), (1, 0), (-1, None)])
