@@ -23,8 +23,11 @@ _MIB = 2**20
 
 
 @contextmanager
-def whole_checkpoint(directory: Path) -> Iterator[None]:
+def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
     """Removes ``directory`` again if what is done inside does not make a whole checkpoint of it.
+
+    Only its owner removes it, the rank that writes the weights: under a rank that still writes, a new directory would
+    appear that looks whole and is not.
 
     Raises:
         StorageFull: the disk did not take it.
@@ -34,14 +37,14 @@ def whole_checkpoint(directory: Path) -> Iterator[None]:
     except Exception as error:
         if _is_whole(directory):
             raise  # what failed came after it
-        shutil.rmtree(directory, ignore_errors=True)  # it may be another rank that does it
+        if is_owner:
+            shutil.rmtree(directory, ignore_errors=True)
         if not is_storage_failure(error):
             raise
         left = f"go on from {last}" if (last := _last_whole(directory.parent)) else "no whole one is left"
         raise StorageFull(
             f"a checkpoint needs a disk that takes it whole, got {directory}: {_words(error)} "
-            f"({_free_mib(directory.parent):,.0f} MiB free now that what was written of it is removed); make room, "
-            f"then {left}"
+            f"({_free_mib(directory.parent):,.0f} MiB free now); make room, then {left}"
         ) from error
 
 

@@ -69,7 +69,8 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
         raise ConfigError(
             f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
         ) from error
-    path = folder / f"{me.host}-{me.pid}{_SUFFIX}"
+    # Never a name that an earlier process had: whoever finds that one abandoned removes it by its name.
+    path = folder / f"{me.host}-{me.pid}{Path(unnamed).name}{_SUFFIX}"
     try:
         if _lock(descriptor, folder):
             os.write(descriptor, json.dumps(asdict(me)).encode())

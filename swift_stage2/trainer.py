@@ -165,7 +165,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
             self.stage2.together(write)
-            with whole_checkpoint(directory):
+            with whole_checkpoint(directory, is_owner=self.args.should_save):
                 return super()._save_checkpoint(*args, **kwargs)
 
     def begin_stage2(self) -> None:
@@ -439,7 +439,7 @@ class _StopSignals:
 
 def _write_state(directory: Path, **state: Any) -> None:
     """This rank's own file. What it raises of the disk is told on every rank alike."""
-    with whole_checkpoint(directory):
+    with whole_checkpoint(directory, is_owner=state["rank"] == 0):
         resume.write_state(str(directory), **state)
 
 

@@ -181,6 +181,8 @@ def _read(peer: socket.socket, num_bytes: int) -> bytes:
 
 def _fill(connection: socket.socket, memory: memoryview, end: float) -> None:
     while len(memory):
+        if time.monotonic() >= end + _RETRY_S:
+            raise TimeoutError("the peer is too slow")
         connection.settimeout(max(_RETRY_S, end - time.monotonic()))
         num_read = connection.recv_into(memory)
         if not num_read:

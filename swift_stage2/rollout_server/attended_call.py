@@ -27,6 +27,8 @@ async def while_attended(
     Raises:
         EngineUnavailable: the caller has gone.
     """
+    if await request.is_disconnected():  # while its body was read, or while it waited
+        raise EngineUnavailable("the caller has gone; nothing is begun")
     given_up = threading.Event()
     work: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, call, given_up)
     work.add_done_callback(retrieve)

@@ -72,7 +72,9 @@ class Job:
 
 def _let_go_of_frames(error: BaseException | None) -> None:
     """A failure's frames hold pictures, and the job that holds the failure: a ring that only the collector opens."""
-    while error is not None:
+    seen: set[int] = set()  # an exception may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

@@ -171,6 +171,7 @@ class _Routes:
         return await self._reset_cache(CacheKind.MM, request)
 
     async def _reset_cache(self, kind: CacheKind, request: Request) -> dict[str, str]:
+        await self._decode_earlier()
         succeeded = await while_attended(
             request,
             self._resets,
@@ -184,6 +185,7 @@ class _Routes:
 
     async def begin_round(self, request: Request) -> dict[str, str]:
         wanted = RoundRequest.from_json(await self._json(request))
+        await self._decode_earlier()
         await self._off_loop(request, lambda _: self._rounds.begin(wanted))
         return {"message": "the round is open", "incarnation": self._service.incarnation}
 
@@ -196,12 +198,16 @@ class _Routes:
 
     async def abort(self, request: Request) -> dict[str, int]:
         wanted = AbortRequest.from_json(await self._json(request))
-        if earlier := tuple(self._arrived):  # what came before is ended, too
-            await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
+        await self._decode_earlier()
         if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
         tickets = list(self._may_abort)
         return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(tickets))}
+
+    async def _decode_earlier(self) -> None:
+        """Until the bodies that have arrived are submitted or refused: what came before is ended or waited for, too."""
+        if earlier := tuple(self._arrived):
+            await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
 
     async def _json(self, request: Request) -> Any:
         return await self._decoded(request, lambda body: body)

@@ -196,7 +196,7 @@ class WeightRounds:
                 raise RoundFailed(current.failure)
             received = receiver.collect(current.end - self._clock(), given_up)
             require_all(current.request.manifest, received)
-            self._install(current, received)
+            self._install(current, received, given_up)
         except RoundFailed as error:
             self._fail(current, error)
             with self._lock:
@@ -317,11 +317,13 @@ class WeightRounds:
         )
 
     # --- waits, outside the lock ----------------------------------------------------------------
-    def _install(self, current: _Round, received: ReceivedWeights) -> None:
+    def _install(self, current: _Round, received: ReceivedWeights, given_up: threading.Event) -> None:
         stamp = WeightStamp(current.request.version, current.request.run_id)
         with self._lock:
             if self._round is not current:
                 raise RoundFailed("the round ended before its weights were loaded")
+            if given_up.is_set():
+                raise RoundFailed("the caller has gone before its weights were loaded")
             self._num_loading += 1
         remaining_s = max(0.1, current.end - self._clock())
         try:

@@ -104,7 +104,7 @@ BROKEN_IMAGE = {"messages": [{"role": "user", "content": "<image>find"}], "image
 @pytest.mark.parametrize(
     ("bad", "cause"),
     [
-        (BROKEN_IMAGE, "base64 of an image file"),
+        (BROKEN_IMAGE, "an image must be PNG"),
         (text_request("word " * 400), "max_model_len"),  # fits the template, not the engine
         (text_request("word " * 2000), "max_length"),
     ],
