@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.background_failures import BackgroundFailures
@@ -110,12 +111,14 @@ class SuspectProbe:
                 if self._stopped:
                     return
                 waiting = [url for url in self._watched if url not in self._answering]
-            try:
-                for url in waiting:
-                    self._ask(url)
-                self._look_for_lost()
-            except Exception as error:  # top of the thread: its end would leave every suspect out for good
-                self._failures.note(self._thread.name, error)
+            looks: list[Callable[[], None]] = [partial(self._ask, url) for url in waiting]
+            for look in (*looks, self._look_for_lost):
+                try:
+                    look()
+                except (
+                    Exception
+                ) as error:  # top of the thread: one server's fault leaves no other suspect out
+                    self._failures.note(self._thread.name, error)
 
     def _ask(self, url: str) -> None:
         if not self._asking.acquire(blocking=False):

@@ -223,3 +223,20 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
         assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
     assert (during, reason) == (RoundState.UNPROVEN, RefusalReason.UNPROVEN)
     assert rounds.state is afterwards
+
+
+def test_weights_whose_learner_has_gone_are_not_installed(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything had come, and the learner went while the sums were taken."""
+    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    engine = EngineStandIn()
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    rounds.begin(request())
+    rounds.open_receiver(1, 1.0)
+    gone = threading.Event()
+    gone.set()
+    with pytest.raises(RoundFailed, match="the caller has gone"):
+        rounds.load(gone)
+    assert engine.stamp == WeightStamp()
+    assert rounds.state is RoundState.SERVING
