@@ -19,6 +19,13 @@ from swift_stage2.rollout_server.routes import _CONTROL_THREADS
 MANY = 2 * _CONTROL_THREADS + 2
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _checkpoints_weights_again(running_server: RunningServer) -> Iterator[None]:
+    """Other files' tests ask the shared server, too, and expect the checkpoint's answers."""
+    yield
+    LearnerRound(running_server, load_learner()).run()
+
+
 def call_and_wait(server: RunningServer, path: str, body: bytes = b"{}") -> socket.socket:
     host, port = server.base_url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S)
