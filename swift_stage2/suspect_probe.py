@@ -115,9 +115,7 @@ class SuspectProbe:
             for look in (*looks, self._look_for_lost):
                 try:
                     look()
-                except (
-                    Exception
-                ) as error:  # top of the thread: one server's fault leaves no other suspect out
+                except Exception as error:  # top of the thread: no other suspect is left out for it
                     self._failures.note(self._thread.name, error)
 
     def _ask(self, url: str) -> None:
