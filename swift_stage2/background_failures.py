@@ -44,7 +44,7 @@ class BackgroundFailures:
         logger.error("%s", text, exc_info=error)
 
     def take(self) -> tuple[str, ...]:
-        """What was noted since the last call."""
+        """The failures noted since the last call."""
         with self._lock:
             news, self._news = tuple(self._news), []
             return news

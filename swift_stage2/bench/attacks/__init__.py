@@ -1,4 +1,4 @@
-"""What a hostile or broken peer can send over the wire, and what becomes of it.
+"""Sends what a hostile or broken peer may send, and counts how each try ends.
 
     result     one kind of attack: how often it was tried, how each try ended, what it cost
     run        all groups, one table; exit status 1 if one try ended as none may

@@ -57,10 +57,10 @@ class AnswerTargets:
         self._http = httpx.Client(timeout=_LONGEST_S, trust_env=False)
         self._merger_log = _Log()
         self.failures: list[str] = []
-        """What must not have happened, in words."""
+        """The rules that the command broke, in words."""
 
     def ask_all(self) -> Mapping[str, str]:
-        """How each target took the answer: ``record``, ``fault``, ``traceback`` or ``hang``."""
+        """The end per target: ``record``, ``fault``, ``traceback`` or ``hang``."""
         targets: dict[str, Callable[[], str]] = {
             "client": self._generate,
             "connection": self._infer,

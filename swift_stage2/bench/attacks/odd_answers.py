@@ -106,7 +106,7 @@ _HEADERS = (
 
 
 def good_records(path: str) -> list[Any]:
-    """What a sound server, ours or a stock one, answers on ``path``."""
+    """Answers ``path`` as a sound server does, ours or a stock one."""
     if path == protocol.INFER:
         response = {
             "model": "m",

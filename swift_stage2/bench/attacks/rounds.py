@@ -294,7 +294,7 @@ def _present(port: int, said: bytes) -> socket.socket:
 
 
 def _heard(peer: socket.socket) -> str:
-    """What the peer was answered: nothing, or it was let in."""
+    """Tells whether the peer got an answer, that is whether it was let in."""
     peer.setblocking(False)
     with peer:
         try:

@@ -57,7 +57,7 @@ def table(results: dict[str, list[AttackResult]]) -> ResultTable:
 
 
 def notes(results: dict[str, list[AttackResult]]) -> list[str]:
-    """How many tries ended as none may, and which."""
+    """Counts and names the tries that ended as none may."""
     tries = sum(result.attempts for found in results.values() for result in found)
     bad = [
         f"{group}: {result.name}: {', '.join(f'{word} {number:,}' for word, number in result.forbidden.items())}"
