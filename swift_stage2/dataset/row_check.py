@@ -25,6 +25,8 @@ _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
 LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
 _IMAGE_TAG = "<image>"
+_PIXELS, _SHARES = "real", "norm1"  # ms-swift's names, and the only ones that it tells apart
+_ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
         return f"an answer must be text, got content={_cut(last.get('content'))}; write it as one text"
     if any(not isinstance(message, dict) or "content" not in message for message in messages):
         return "every message must be {'role': ..., 'content': ...}; write it so"
+    if unknown := [message.get("role") for message in messages if message.get("role") not in _ROLES]:
+        return f"a message's role must be one of {', '.join(_ROLES)}, got role={_cut(unknown[0])}; correct it"
     return dict(row)
 
 
@@ -183,7 +187,14 @@ class _RowCheck:
                 + (f" and {len(flat) - 1} more" if len(flat) > 1 else "")
                 + "; no prediction can match it: mend the annotation",
             )
-        if self._row["objects"].get("bbox_type", "real") != "real" or not pictures:
+        kind = self._row["objects"].get("bbox_type") or _PIXELS
+        if kind not in (_PIXELS, _SHARES):
+            self._tell(
+                Rule.OBJECTS,
+                f"objects.bbox_type must be {_PIXELS} (pixels) or {_SHARES} (shares of width and height), got "
+                f"bbox_type={_cut(kind)}: ms-swift would read it as {_PIXELS}; correct it",
+            )
+        if kind != _PIXELS or not pictures:
             return
         for box, number in zip(boxes, self._image_numbers(len(boxes)), strict=True):
             if not isinstance(number, int) or not 0 <= number < len(pictures):

@@ -174,7 +174,9 @@ class TransformersRolloutEngine:
         except UserError as error:
             self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
-            _log.exception("the engine's thread ends")
+            # A model that does not load is the user's to mend, and the server's last line says how.
+            loaded = self._generator is not None
+            _log.error("the engine's thread ends", exc_info=loaded or _log.isEnabledFor(logging.DEBUG))
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
 
     def _do(self, work: list[Job] | Task) -> None:

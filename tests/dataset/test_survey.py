@@ -46,6 +46,7 @@ def image(tmp_path: Path) -> str:
         ({"boxes": [[1, 2, 400, 20]]}, Rule.BOUNDS, "bbox=[1.0, 2.0, 400.0, 20.0] width=40 height=30"),
         ({"image_id": [1]}, Rule.BOUNDS, "image_id=1 num_images=1"),
         ({"boxes": [[1e400, 2, 3, 4]]}, Rule.OBJECTS, "0 <= x1 <= x2"),
+        ({"bbox_type": "percent"}, Rule.OBJECTS, "must be real (pixels) or norm1"),
         ({"boxes": [[3, 3, 3, 10]]}, Rule.AREA, "a box should have an area, got bbox=[3.0, 3.0, 3.0, 10.0]"),
     ],
 )
@@ -203,6 +204,8 @@ def test_the_longest_answer_is_named(tmp_path: Path, image: str) -> None:
         '{"messages": [{"role": "assistant", "content": 7}]}',
         '{"messages": [7, {"role": "assistant", "content": "x"}]}',
         '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"content": "Detect."}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "boss", "content": "Detect."}, {"role": "assistant", "content": "x"}]}',
         '{"messages": [{"role": "assistant", "content": "x"}], "images": {"path": 7}, "objects": 7}',
         '{"messages": [{"role": "assistant", "content": "x"}], "images": [[]], "objects": {"ref": 7, "bbox": 7}}',
         '{"messages": [{"role": "assistant", "content": "x"}], "objects": {"ref": ["a"], "bbox": [[1, 2, 3, 1'

@@ -77,6 +77,6 @@ class SceneMaker:
         foreign_port, free_port = self._ports
         job = DemoJob(directory=folder, rows=Path(ROWS_FILE), num_steps=2, b_ratio=0.5, num_ranks=1)
         config = config_of(job, (free_port, free_port + 1))
-        config["swift"]["output_dir"] = RUN_DIR
+        config["swift"] |= {"output_dir": RUN_DIR, "dataset": [ROWS_FILE]}
         environment = {**CHILD_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
         return Scene(folder, config, rows, foreign_port, free_port, environment=environment)
