@@ -16,12 +16,12 @@ _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>[^']*)' \(choose from (?P<ch
 
 
 class CommandParser(argparse.ArgumentParser):
-    """``exit_statuses`` are those that only this command has, ``0 …`` among them."""
+    """``exit_statuses`` are those that only this command has, ``0 …`` among them. No option may be abbreviated."""
 
     def __init__(
         self, *, exit_statuses: str = "0 done; 1 a process of its own failed", **options: Any
     ) -> None:
-        super().__init__(epilog=f"exit status: {exit_statuses}; {_FOR_ALL}", **options)
+        super().__init__(epilog=f"exit status: {exit_statuses}; {_FOR_ALL}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)

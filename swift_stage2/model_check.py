@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
 
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+
 # ms-swift's argument, and the file that makes a directory what the argument asks for.
 _MARKS = {
     "model": "config.json",
@@ -32,11 +34,11 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
         ConfigError: none of them is given, one is no path, or a directory is missing, no checkpoint or not whole.
     """
     named = 0
-    for argument, mark in _MARKS.items():
+    for argument in _MARKS:
         for place in named_places(swift_arguments, argument):
             named += 1
             if argument == "resume_from_checkpoint" or _is_local(place):  # no hub holds what a run left
-                _check_directory(argument, Path(place).expanduser(), mark)
+                check_checkpoint(argument, Path(place).expanduser())
     if named == 0:
         raise ConfigError(
             "swift.model must name a checkpoint, got none; write the directory of a stage-1 checkpoint"
@@ -83,20 +85,32 @@ def _is_local(place: str) -> bool:
     return place.startswith((".", "/", "~")) or place.count("/") != 1 or Path(place).exists()
 
 
-def _check_directory(argument: str, directory: Path, mark: str) -> None:
+def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> None:
+    """Checks the directory that ``of`` names as its ``model``, ``adapters`` or ``resume_from_checkpoint``.
+
+    Raises:
+        ConfigError: it is missing, holds no ``mark``, is a model without tokenizer, or one of its weight files is cut.
+    """
+    setting, mark = f"{of}{argument}", _MARKS[argument]
     if not directory.is_dir():
         raise ConfigError(
-            f"swift.{argument} must be a directory that exists, got {argument}={str(directory)!r}; check the path"
+            f"{setting} must be a directory that exists, got {argument}={str(directory)!r}; check the path"
         )
     if not (directory / mark).is_file():
         raise ConfigError(
-            f"swift.{argument} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
+            f"{setting} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
+        )
+    # transformers 5 makes an empty tokenizer where it finds none, without a word.
+    if argument == "model" and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{setting} must hold its tokenizer, got model={str(directory)!r} with none of "
+            f"{', '.join(_TOKENIZER_FILES)}; copy it from the model that this one was trained from"
         )
     for path in sorted(directory.glob("*.safetensors")):
         try:
             safe_open(path, framework="np")  # reads where the tensors lie, and that the file goes as far
         except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"swift.{argument} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
+                f"{setting} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
                 f"{' '.join(str(error).split())}; copy or save it again, a full disk or a broken copy has cut it"
             ) from error

@@ -19,6 +19,7 @@ def checkpoint(tmp_path: Path) -> Path:
     for mark in ("config.json", "adapter_config.json", "trainer_state.json"):
         (tmp_path / "good").mkdir(exist_ok=True)
         (tmp_path / "good" / mark).write_text("{}")
+    (tmp_path / "good" / "tokenizer.json").write_text("{}")
     return tmp_path / "good"
 
 
@@ -28,6 +29,15 @@ def test_checkpoints_that_exist_pass(checkpoint: Path) -> None:
         {"model": str(checkpoint), "adapters": [str(checkpoint)], "resume_from_checkpoint": str(checkpoint)}
     )
     check_model({"adapters": str(checkpoint)})
+
+
+def test_a_model_without_tokenizer_is_refused(checkpoint: Path) -> None:
+    """transformers 5 would make an empty one without a word, and a server would serve with it."""
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"swift\.model must hold its tokenizer, got model=.* with none of"):
+        check_model({"model": str(checkpoint)})
+    check_model({"resume_from_checkpoint": str(checkpoint)})
 
 
 def test_a_hub_id_is_not_looked_for() -> None:

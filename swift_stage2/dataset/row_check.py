@@ -24,6 +24,7 @@ from swift_stage2.errors import ConfigError, SampleError
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
 LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
+_SHOWN_PATH = 200
 _IMAGE_TAG = "<image>"
 _PIXELS, _SHARES = "real", "norm1"  # ms-swift's names, and the only ones that it tells apart
 _ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
@@ -148,9 +149,10 @@ class _RowCheck:
         except UNREADABLE as error:
             self._tell(
                 Rule.IMAGE,
-                f"an image must be a readable picture, got {path}: {error}; mend the path "
+                f"an image must be a readable picture, got {path[:_SHOWN_PATH]}: "
+                f"{getattr(error, 'strerror', None) or error}; mend the path "
                 "(relative ones are read from the working directory or ROOT_IMAGE_DIR) or the file",
-                path,
+                path[:_SHOWN_PATH],
             )
             return None
         if picture.orientation != 1:

@@ -67,7 +67,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         selection_section(comparisons),
         fill_section(run),
         with_quarantines(ledger_section(account, had_no_b=run.had_no_b), run.ranks),
-        _gallery_section(gallery, matches, num_odd),
+        _gallery_section(gallery, matches, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
     )
     return Report(
         run_dirs=tuple(str(run_dir) for run_dir in run.run_dirs),

@@ -110,8 +110,9 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
 
 def _with_matches(run_dirs: Sequence[Path]) -> dict[int, RankRecords]:
     ranks = read_ranks(run_dirs)
-    for rank, records, _ in read_files(run_dirs, "matches"):
+    for rank, records, num_unreadable in read_files(run_dirs, "matches"):
         found = ranks.setdefault(rank, RankRecords(rank))
+        found.num_odd_matches += num_unreadable
         found.matches.extend(
             record for record in records if record["kind"] != GAP and not found.is_void(record.get("time"))
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
-from swift_stage2.model_check import check_hub_id
+from swift_stage2.model_check import check_checkpoint, check_hub_id
 from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
@@ -56,7 +56,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
     Raises:
         UserError: a model or a plugin that is not there.
     """
-    first = CommandParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
+    first = CommandParser(prog=_PROGRAM, add_help=False)
     first.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     chosen, rest = first.parse_known_args(argv)
     return _vllm_command(rest) if chosen.engine == "vllm" else _transformers_command(rest)
@@ -64,9 +64,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 
 # --- transformers -------------------------------------------------------------------------------
 def _transformers_command(argv: Sequence[str]) -> ServerCommand:
-    parser = CommandParser(
-        prog=_PROGRAM, description=_PURPOSE, exit_statuses=_EXIT_STATUSES, allow_abbrev=False
-    )
+    parser = CommandParser(prog=_PROGRAM, description=_PURPOSE, exit_statuses=_EXIT_STATUSES)
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
                         help="vllm takes the options of `swift rollout` instead")  # fmt: skip
@@ -133,7 +131,6 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         prog=f"{_PROGRAM} --engine vllm",
         exit_statuses=_EXIT_STATUSES,
         description=f"{_PURPOSE} All other options are those of `swift rollout`.",
-        allow_abbrev=False,
     )
     parser.add_argument("--model", help="directory or id; may also be the first argument, without --model")
     parser.add_argument("--host", default="127.0.0.1")
@@ -226,11 +223,13 @@ def _require_model(model: str) -> None:
     if _HUB_ID.fullmatch(model) and not Path(model).exists():
         check_hub_id("the model", model)
         return
-    if not (Path(model) / "config.json").is_file():
+    directory = Path(model)
+    if not (directory / "config.json").is_file():
         raise UserError(
             f"the model must be a checkpoint directory with a config.json, or a hub id like owner/name, got "
             f"model={model}; check the path"
         )
+    check_checkpoint("model", directory, of="the ")
 
 
 def _require_plugins(plugins: Sequence[str]) -> None:

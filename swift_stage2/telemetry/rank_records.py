@@ -28,6 +28,8 @@ class RankRecords:
     evaluations: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
     matches: list[Record] = field(default_factory=list)
+    num_odd_matches: int = 0
+    """Lines of its matches that are no record."""
     quarantines: list[Record] = field(default_factory=list)
     num_lost: int = 0
     """Records that a full disk did not take, and lines that are none or have not the form of their kind."""

@@ -44,7 +44,7 @@ class Case:
             ),
             ("Traceback (most recent call last)" in output, "traceback"),
             (
-                _NO_SUCH_COMMAND in output and self.words[0] not in ("trian", "nothing", "Launch"),
+                _NO_SUCH_COMMAND in output and self.words[0] not in ("trian", "nothing", "Launch", "data"),
                 "no such command",
             ),
             (bool(self.told) and " ".join(self.told.split()) not in flat, f"does not say {self.told!r}"),

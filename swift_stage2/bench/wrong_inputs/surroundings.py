@@ -110,7 +110,7 @@ def _models() -> Iterator[Case]:
         (
             "no tokenizer",
             lambda model: [(model / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
-            "",
+            "must hold its tokenizer",
         ),
     ):
         spoil = _copied(change)
@@ -144,6 +144,7 @@ def _servers() -> Iterator[Case]:
             scene.config.pop("launch", None)
             scene.set("rollout.servers.0.base_url", f"http://127.0.0.1:{getattr(scene, port)}")
             scene.set("rollout.start_timeout_s", 3)
+            scene.config["swift"].pop("ddp_backend")  # train runs without torchrun here
 
         return spoil
 
@@ -460,6 +461,14 @@ def _left_behind() -> Iterator[Case]:
 
     other = start | {"settings": {"run_id": "b", "seed": 1}}
     told = ("report", RUN_DIR)
+    yield Case(
+        area=area,
+        wrong="a stray record among matches",
+        words=told,
+        spoil=lambda scene: scene.files.update({audit: lines(start), matches: lines({"a": 1})}),
+        told="1 lines of matches/ have another form",
+        statuses=(0,),  # no account is made of matches
+    )
     for wrong, files, words, said in (
         ("an audit of no lines", {audit: ""}, told, ""),
         ("an audit that is no JSON", {audit: "hello\n"}, told, ""),
@@ -467,7 +476,6 @@ def _left_behind() -> Iterator[Case]:
         ("a record without a kind", {audit: lines(start, {"time": 1.0})}, told, ""),
         ("a step without its fields", {audit: lines(start, step)}, told, ""),
         ("a start without settings", {audit: lines({"kind": "start", "time": 1.0, "rank": 0})}, told, ""),
-        ("a stray record among matches", {audit: lines(start), matches: lines({"a": 1})}, told, ""),
         ("a ledger that is no JSON", {audit: lines(start), ledger: "\x00\x01\n"}, told, ""),
         ("an audit cut in a line", {audit: lines(start)[:-20]}, told, ""),
         (
