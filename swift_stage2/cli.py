@@ -146,6 +146,10 @@ def _train(config_path: str, *, resume: bool) -> int:
     except (UserError, BrokenPipeError):
         raise  # told in a line of their own
     except Exception as error:  # the top of a rank: what failed stands last, below all that was told
+        if "EADDRINUSE" in str(error) and (port := os.environ.get("MASTER_PORT")):
+            raise UserError(
+                f"MASTER_PORT must be free where rank 0 runs, got MASTER_PORT={port} in use; name another port"
+            ) from error
         traceback.print_exc()
         print_error("train", cause_of(error))
         return _FAILED

@@ -6,5 +6,10 @@ import sys
 
 
 def print_error(command: str, message: object) -> None:
-    """Writes ``message`` to stderr as one line, whatever breaks it holds."""
+    """Writes ``message`` to stderr as one line, whatever breaks it holds; progress bars end before it."""
+    if "tqdm" in sys.modules:  # a bar that is closed later, at exit, would stand behind the error
+        from tqdm import tqdm
+
+        for bar in list(tqdm._instances):
+            bar.close()
     print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)

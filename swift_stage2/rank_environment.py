@@ -15,7 +15,7 @@ def check_rank_environment(environment: Mapping[str, str]) -> None:
     """Whether this process is one rank of several, with all that says so, or none of it.
 
     Raises:
-        UserError: a variable of torchrun's is missing beside the others, or is no number.
+        UserError: a variable of torchrun's is missing beside the others, is no number, or is too large.
     """
     given = [name for name in _MAKES_A_RANK if name in environment]
     if not given:
@@ -33,3 +33,8 @@ def check_rank_environment(environment: Mapping[str, str]) -> None:
             raise UserError(
                 f"{name} in the environment must be a whole number, got {name}={environment[name]!r}; {remedy}"
             )
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(
+            f"RANK in the environment must be below WORLD_SIZE, got RANK={rank} WORLD_SIZE={world_size}; {remedy}"
+        )

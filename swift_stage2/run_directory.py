@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ def _last_whole(config: Stage2Config, written: Path | None) -> StartingPoint:
     # The newest run first: one that was begun anew beside another has fewer steps, but is the last.
     for _, path in sorted(found, key=lambda each: (_begun(each[1].parent), each[0]), reverse=True):
         if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
+            _require_steps_left(path, config.swift)
             return StartingPoint(path, (*passed_over, f"resuming from {path}"))
         passed_over.append(f"{path} is passed over: {reason}")
     trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
@@ -95,10 +97,25 @@ def _last_whole(config: Stage2Config, written: Path | None) -> StartingPoint:
     )
 
 
+def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the run has trained all of ``max_steps`` or ``num_train_epochs`` already."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    setting = "max_steps" if float(swift.get("max_steps") or -1) > 0 else "num_train_epochs"
+    done = {"max_steps": "global_step", "num_train_epochs": "epoch"}[setting]
+    wanted = float(swift.get(setting) or math.inf)
+    if float(state.get(done) or 0) >= wanted:
+        raise ConfigError(
+            f"--resume needs steps that are left, got {checkpoint} with {done}={state[done]:g} of "
+            f"{setting}={wanted:g}; raise swift.{setting}, or name another output_dir to begin anew"
+        )
+
+
 def _output_dir(swift: Mapping[str, Any]) -> Path:
     place = (
         swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
     )  # as ms-swift does
+    if "\0" in str(place):
+        raise ConfigError(f"swift.output_dir must be a path, got output_dir={place!r} with a NUL; remove it")
     return Path(str(place)).expanduser().absolute()
 
 

@@ -81,4 +81,5 @@ def _refusal(words: str, where: str) -> str:
             "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
             "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
         )
-    return f"ms-swift refuses {where}: {' '.join(words.split())}; correct it"
+    reason = " ".join(words.split())
+    return f"ms-swift refuses {where}: {reason}; correct it (its option --NAME is the key NAME of {where})"

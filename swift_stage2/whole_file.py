@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
     """Writes ``text`` to ``path`` in one move; readers see the old file or the new one, and nothing is left beside it.
 
-    Raises:
-        OSError: it cannot be written; what was there before is untouched.
+    A link is followed. Raises:
+        OSError: it cannot be written, or is a device or a pipe; what was there before is untouched.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # the move would put a file where /dev/null was
+        raise FileExistsError(errno.EEXIST, "not a regular file, which is never replaced", str(path))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     file = partial.open("x", encoding="utf-8", errors=errors)  # what cannot be begun leaves nothing to remove
     try:

@@ -37,6 +37,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def valid(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     file = tmp_path / "run.yaml"
     file.write_text(
         f"swift: {{output_dir: out, model: {tmp_path / 'model'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
@@ -50,6 +51,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("swift_stage2.trainer")
     monkeypatch.setitem(sys.modules, "swift_stage2.trainer", module)
     return module
+
+
+def test_no_option_may_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--resum`` was taken for ``--resume``."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", "run.yaml", "--resum"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --resum; did you mean --resume?" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands() -> None:

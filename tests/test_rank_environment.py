@@ -28,6 +28,12 @@ def test_what_is_missing_beside_the_others_is_named(name: str) -> None:
         check_rank_environment(rest)
 
 
+def test_a_rank_beyond_the_others_is_refused() -> None:
+    """The others would wait for it, and it for them."""
+    with pytest.raises(UserError, match=r"must be below WORLD_SIZE, got RANK=2 WORLD_SIZE=2"):
+        check_rank_environment(WHOLE | {"RANK": "2"})
+
+
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["abc", "-1", ""])
 def test_no_number_is_named(name: str, value: str) -> None:

@@ -119,6 +119,23 @@ def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers
 # --- from the last whole checkpoint -----------------------------------------------------------------
 
 
+def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path) -> None:
+    """It would load everything, train nothing, and begin another folder."""
+    directory = write_checkpoint(tmp_path / "run", 10)
+    (directory / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 2.0}))
+    for setting, number, done in (("max_steps", 10, "global_step=10"), ("num_train_epochs", 2, "epoch=2")):
+        with pytest.raises(
+            ConfigError, match=rf"needs steps that are left, got .*{done} of {setting}={number}; "
+        ):
+            starting_point(configured(**{setting: number}), resume=True)
+        assert starting_point(configured(**{setting: number + 1}), resume=True).checkpoint == directory
+
+
+def test_an_output_directory_with_a_nul_is_refused(configured: Configure) -> None:
+    with pytest.raises(ConfigError, match="with a NUL; remove it"):
+        starting_point(configured(output_dir="run\0"), resume=False)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_last_whole_checkpoint_is_taken(configured: Configure, tmp_path: Path, num_ranks: int) -> None:
     for number in (5, 10, 100):
@@ -235,6 +252,7 @@ def test_a_second_start_is_one_line_and_changes_nothing(
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
     path = tmp_path / "run.yaml"
     swift = {"model": str(model), "dataset": [str(rows_file)], "output_dir": "run", "add_version": False}
     path.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))

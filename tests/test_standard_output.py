@@ -71,6 +71,7 @@ def test_a_command_that_outlives_its_output_keeps_its_status(
 def config_of_a_run(directory: Path) -> Path:
     """Of a model that looks like one."""
     (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
     file = directory / "run.yaml"
     file.write_text(
         f"swift: {{output_dir: out, model: {directory}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"

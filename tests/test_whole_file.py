@@ -88,3 +88,15 @@ def test_nothing_else_in_the_package_replaces_a_file() -> None:
     ]
     # A lock's file gets its name once it is locked, and goes with its process.
     assert sorted(found) == ["run_lock.py", "whole_file.py"]
+
+
+def test_no_pipe_or_device_is_replaced_and_a_link_is_followed(tmp_path: Path) -> None:
+    """``report --output /dev/null`` as root would leave the machine without one."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="never replaced"):
+        write_whole(tmp_path / "pipe", "new")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"

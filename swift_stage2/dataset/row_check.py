@@ -198,6 +198,13 @@ class _RowCheck:
             )
         if kind != _PIXELS or not pictures:
             return
+        if boxes and not flat and all(max(box) <= 1 for box in boxes):
+            self._tell(
+                Rule.BOUNDS,
+                f"boxes must be in pixels, got bbox={_numbers(boxes[0])} of at most one pixel like all of the row's: "
+                f"multiply by width and height, or write objects.bbox_type={_SHARES}",
+            )
+            return
         for box, number in zip(boxes, self._image_numbers(len(boxes)), strict=True):
             if not isinstance(number, int) or not 0 <= number < len(pictures):
                 self._tell(

@@ -72,7 +72,7 @@ def launch(
         refuse_busy_ports(plan.servers)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
-        show(f"[launch] run directory {output_dir}")
+        show(f"[launch] output directory {output_dir}")
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)

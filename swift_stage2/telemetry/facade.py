@@ -89,6 +89,7 @@ class Telemetry:
         b_enabled = queue_limit is not None
         self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
         self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
+        self._round_errors: dict[int, str | None] = {}  # by server, of its last round
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
         self._plans: list[tuple[int, float, dict[str, float]]] = []
@@ -136,6 +137,12 @@ class Telemetry:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
         self._recorder.round(step, outcome, pending_seconds)
         self._tracker.round(step, outcome)
+        for server, report in outcome.reports.items() if self._rank == 0 else ():
+            told, self._round_errors[server] = self._round_errors.get(server), report.error
+            if report.error and report.error != told:
+                self.record_warning(
+                    f"the round of version {outcome.version} did not prove a server: {report.error}"
+                )
         self._show()
 
     def record_evaluation(self, facts: EvaluationFacts) -> None:

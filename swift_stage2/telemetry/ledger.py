@@ -178,9 +178,15 @@ def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
     for run_dir in run_dirs:
         paths = sorted((run_dir / "ledger").glob("rank*.jsonl"))
         if not paths:
+            inside = sorted(str(path.parent) for path in run_dir.glob("v*/ledger"))
+            what = f"{run_dir}" if run_dir.is_dir() else f"{run_dir}, which does not exist"
             raise UserError(
-                f"a report needs a run's directory with ledger/rank*.jsonl, got {run_dir}; name swift.output_dir (and "
-                "in it the folder vN-DATE) of a run that had channel B and telemetry.audit: true"
+                f"a report needs a run's directory with ledger/rank*.jsonl, got {what}; name "
+                + (
+                    " or ".join(inside)
+                    or "swift.output_dir (and in it the folder vN-DATE) of a run that had channel B"
+                )
+                + ", with telemetry.audit: true"
             )
         for path in paths:
             try:

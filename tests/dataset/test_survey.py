@@ -46,6 +46,11 @@ def image(tmp_path: Path) -> str:
         ({"boxes": [[1, 2, 400, 20]]}, Rule.BOUNDS, "bbox=[1.0, 2.0, 400.0, 20.0] width=40 height=30"),
         ({"image_id": [1]}, Rule.BOUNDS, "image_id=1 num_images=1"),
         ({"boxes": [[1e400, 2, 3, 4]]}, Rule.OBJECTS, "0 <= x1 <= x2"),
+        (
+            {"boxes": [[0.1, 0.2, 0.5, 1]]},
+            Rule.BOUNDS,
+            "boxes must be in pixels, got bbox=[0.1, 0.2, 0.5, 1.0]",
+        ),
         ({"bbox_type": "percent"}, Rule.OBJECTS, "must be real (pixels) or norm1"),
         ({"boxes": [[3, 3, 3, 10]]}, Rule.AREA, "a box should have an area, got bbox=[3.0, 3.0, 3.0, 10.0]"),
     ],

@@ -144,6 +144,18 @@ def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
     assert "raise stage2_ab.evaluation.max_round_delay_steps" in warnings[0]
 
 
+def test_a_round_that_proves_nothing_says_why_once_per_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(tmp_path)
+    for version, proven in enumerate((False, False, True, False)):
+        for telemetry in ranks.telemetry:
+            telemetry.record_round(version, round_outcome(version, proven, True))
+    ranks.close()
+    told = [record.getMessage() for record in caplog.records if "did not prove" in record.getMessage()]
+    assert told == [f"the round of version {version} did not prove a server: refused" for version in (0, 3)]
+
+
 def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     plans = [PLAN_A, PLAN_B, PLAN_A, skipped(), PLAN_A, skipped(SkipReason.TRUNCATION_GUARD)]
