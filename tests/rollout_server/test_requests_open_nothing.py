@@ -180,6 +180,7 @@ def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
 
     model, mark = tmp_path / "model", tmp_path / "it-ran"
     model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
     (model / "config.json").write_text(
         json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}, "architectures": ["Own"]})
     )
