@@ -74,7 +74,7 @@ class _Routes:
         self._rounds = service.rounds
         self._engine = service.engine
         self._may_abort: set[Ticket] = set()  # of the event loop alone
-        # Bodies of ``/infer/`` that are being decoded, and those of them that an abort has met; of the event loop alone.
+        # Bodies of ``/infer/`` that are being decoded, and those that an abort has met; of the event loop alone.
         self._arrived: set[asyncio.Future[InferCall]] = set()
         self._aborted_early: WeakSet[asyncio.Future[InferCall]] = WeakSet()
         self._room = BodyRoom(_HELD_IN_BODIES * limits.body_bytes)

@@ -77,20 +77,23 @@ class AuditLog:
         if self._closed:
             return
         with self._lock:
-            if self._closed:
-                return
-            sequence, self._num_told = self._num_told, self._num_told + 1
-            head = {"time": self._now(), "rank": self._rank}
-            try:
-                if self._num_lost:
-                    self._append(_line(GAP, {**head, "records_lost": self._num_lost}), head)
-                    self._num_lost = 0
-                    self._mark_loss()
-                self._append(_line(kind, {**head, "sequence": sequence, **values}), head)
-            except OSError as error:
-                self._num_lost += 1
-                self._warning.report(self._path, error)
+            self._write(kind, values)
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self._closed:
+            return
+        sequence, self._num_told = self._num_told, self._num_told + 1
+        head = {"time": self._now(), "rank": self._rank}
+        try:
+            if self._num_lost:
+                self._append(_line(GAP, {**head, "records_lost": self._num_lost}), head)
+                self._num_lost = 0
                 self._mark_loss()
+            self._append(_line(kind, {**head, "sequence": sequence, **values}), head)
+        except OSError as error:
+            self._num_lost += 1
+            self._warning.report(self._path, error)
+            self._mark_loss()
 
     def flush_to_disk(self) -> None:
         """Make what was written outlast the machine's end."""
@@ -105,9 +108,11 @@ class AuditLog:
             except OSError as error:
                 self._warning.report(self._path, error)
 
-    def close(self) -> None:
-        """Close the file; later records are dropped. May be called again."""
+    def close(self, *, last: str | None = None) -> None:
+        """Close the file, behind a record of the kind ``last``; later ones are dropped. May be called again."""
         with self._lock:
+            if last is not None:
+                self._write(last, {})
             self._closed = True
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:

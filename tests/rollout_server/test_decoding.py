@@ -1,4 +1,4 @@
-"""Bodies that wait to be decoded: small and control calls pass large ones, and nobody's body is neither held nor read."""
+"""Bodies that wait to be decoded: small and control calls pass large ones, and nobody's body is not decoded."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def test_a_body_whose_caller_has_gone_is_not_decoded(server: RunningServer, deco
     assert "left" not in decoding.begun
 
 
-def test_bodies_beyond_the_room_for_them_are_refused_with_503(
-    loaded_engine: Any, decoding: Decoding
-) -> None:
+def test_bodies_beyond_the_room_for_them_are_refused_with_503(loaded_engine: Any, decoding: Decoding) -> None:
     limits = RequestLimits(max_body_mib=2)  # in all 8 MiB
     with serve(loaded_engine, limits=limits) as server, ThreadPoolExecutor(4) as callers:
 
@@ -119,7 +117,9 @@ def test_bodies_beyond_the_room_for_them_are_refused_with_503(
 
         with large_bodies_held(server, decoding):
             asked = [callers.submit(ask) for _ in range(4)]
-            refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(0)  # one of them, while the others wait
+            refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(
+                0
+            )  # one of them, while the others wait
             assert refused.status_code == 503
             assert "ask again later" in refused.json()["detail"]
             assert server.infer([text_request("small")])
