@@ -15,6 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from swift_stage2.checkpoint_check import why_not_whole
 from swift_stage2.errors import StorageFull
 
 _STATE = "trainer_state.json"  # written last, by rank 0
@@ -26,8 +27,8 @@ _MIB = 2**20
 def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
     """Removes ``directory`` again if what is done inside does not make a whole checkpoint of it.
 
-    Only its owner removes it, the rank that writes the weights: under a rank that still writes, a new directory would
-    appear that looks whole and is not.
+    Only its owner removes it, the rank that writes the weights and the trainer's state: under a rank that still
+    writes, a new directory would appear that looks whole and is not.
 
     Raises:
         StorageFull: the disk did not take it.
@@ -35,7 +36,7 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_whole(directory):
+        if is_owner and _has_state(directory):
             raise  # what failed came after it
         if is_owner:
             shutil.rmtree(directory, ignore_errors=True)
@@ -58,7 +59,7 @@ def is_storage_failure(error: BaseException) -> bool:
     )
 
 
-def _is_whole(directory: Path) -> bool:
+def _has_state(directory: Path) -> bool:
     try:
         return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
     except (OSError, ValueError):
@@ -66,7 +67,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _last_whole(run_dir: Path) -> Path | None:
-    found = [path for path in run_dir.glob("checkpoint-*") if _is_whole(path)]
+    found = [path for path in run_dir.glob("checkpoint-*") if not why_not_whole(path, needs_stage2=False)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 

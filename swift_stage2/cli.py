@@ -21,6 +21,7 @@ from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
 
 if TYPE_CHECKING:
+    from swift_stage2.agent_watch import AgentWatch
     from swift_stage2.config import Stage2Config
 
 _FAILED = 1
@@ -127,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
+    from swift_stage2.agent_watch import AgentWatch
+
+    with AgentWatch(os.environ) as agent:  # before the slow imports
+        return _train_watched(config_path, agent, resume=resume)
+
+
+def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
@@ -139,7 +147,7 @@ def _train(config_path: str, *, resume: bool) -> int:
         check_rank_environment(os.environ)
         check_model(config.swift)
         _warn(config)
-        return train_rank(config, config_path, resume=resume)
+        return train_rank(config, config_path, agent, resume=resume)
 
     try:
         status = as_rank(work)

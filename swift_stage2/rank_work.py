@@ -1,4 +1,4 @@
-"""What one rank does around its training: ends with its torchrun, holds its run directory, begins where it may."""
+"""What one rank does around its training: holds its run directory, begins where it may."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from swift_stage2.run_directory import starting_point, written_directory
 from swift_stage2.run_lock import hold_run_directory
 
 
-def train_rank(config: Stage2Config, config_path: str, *, resume: bool) -> int:
+def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
+
+    ``agent``, entered, is given the run's grace.
 
     Raises:
         UserError: another run goes on in the run directory, an earlier one would be written over, or the model is on
@@ -25,8 +27,8 @@ def train_rank(config: Stage2Config, config_path: str, *, resume: bool) -> int:
     """
     check_hub_ids(config.swift)
     rank = os.environ.get("RANK", "0")
+    agent.grace_s = config.launch.learner.shutdown_timeout_s
     with ExitStack() as held:
-        held.enter_context(AgentWatch(os.environ, config.launch.learner.shutdown_timeout_s))
         if (run_dir := written_directory(config.swift)) is not None:
             held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
         start = starting_point(config, resume=resume)

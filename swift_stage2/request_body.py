@@ -5,11 +5,14 @@ What is wrong with a body is a ProtocolError in one line, whatever was sent. Sha
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from swift_stage2.errors import ProtocolError, RequestTooLarge
 
@@ -22,17 +25,22 @@ _LONG_INTEGER = re.compile(rb"\d{19}")
 _LARGEST_INTEGER = 2**63 - 1
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+async def read_body(
+    request: Request, max_bytes: int, has_room: Callable[[int], bool] = lambda num_bytes: True
+) -> bytes:
+    """The whole body. ``has_room`` takes room for so many more bytes, or says that there is none.
+
+    What follows a refusal is read and forgotten, so that the caller hears of it.
 
     Raises:
-        RequestTooLarge: more than ``max_bytes``. What follows is read and forgotten, so that the caller hears of it.
+        RequestTooLarge: more than ``max_bytes``.
+        HTTPException: 503, there was no room.
         ClientDisconnect: the caller has gone.
     """
-    held, num_bytes = bytearray(), 0
+    held, num_bytes, fits = bytearray(), 0, True
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
+        if fits := fits and num_bytes <= max_bytes and has_room(len(chunk)):
             held += chunk
         elif num_bytes > _DRAINED_IN_LIMITS * max_bytes:
             break
@@ -43,7 +51,41 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             f"a body may have {max_bytes:,} bytes, got {num_bytes:,} or more; send fewer requests at once, or start "
             "the server with a higher --max-body-mib"
         )
+    if not fits:
+        raise HTTPException(
+            503, "the bodies of other calls fill the room that the server has for them; ask again later"
+        )
     return bytes(held)
+
+
+class BodyRoom:
+    """How many bytes of bodies are held at once, from their arrival until they are decoded. Of the event loop alone."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._free_bytes = max_bytes
+
+    @asynccontextmanager
+    async def body(self, request: Request, max_bytes: int, timeout_s: float) -> AsyncIterator[bytes]:
+        """As ``read_body``, or 408 after ``timeout_s``; the room is free again at the end of the context."""
+        num_taken = 0
+
+        def take(num_bytes: int) -> bool:
+            nonlocal num_taken
+            has_room = num_bytes <= self._free_bytes
+            num_given = num_bytes if has_room else -num_taken  # what is refused is held no longer
+            self._free_bytes -= num_given
+            num_taken += num_given
+            return has_room
+
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    raw = await read_body(request, max_bytes, take)
+            except TimeoutError as error:
+                raise HTTPException(408, f"a body must arrive within {timeout_s:g} s") from error
+            yield raw
+        finally:
+            self._free_bytes += num_taken
 
 
 def parse_json(raw: bytes) -> Any:

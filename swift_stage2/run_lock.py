@@ -29,6 +29,16 @@ _FOLDER = "locks"
 _SUFFIX = ".lock"
 _LONGEST_COMMAND = 300
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: set[int] = set()  # descriptors of this process's locks
+
+
+def _let_go_in_child() -> None:
+    """A lock lasts as long as any copy of its descriptor, and forked DataLoader workers outlive a killed rank."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +79,7 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
         raise ConfigError(
             f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
         ) from error
+    _held.add(descriptor)
     # Never a name that an earlier process had: whoever finds that one abandoned removes it by its name.
     path = folder / f"{me.host}-{me.pid}{Path(unnamed).name}{_SUFFIX}"
     try:
@@ -81,6 +92,7 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
     finally:
         for name in (Path(unnamed), path):
             name.unlink(missing_ok=True)
+        _held.discard(descriptor)
         os.close(descriptor)
 
 

@@ -7,13 +7,16 @@ wrong. Called by a push inside its round.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.config import Proof
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.round_records import RoundOrder
-from swift_stage2.server_session import ServerSession
+from swift_stage2.server_session import Deadline, ServerSession
+
+_GIVE_UP_TIMEOUT_S = 5.0
 
 
 def prove_server(
@@ -36,7 +39,12 @@ def prove_server(
         raise ServerFault(f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto")
     shown = []
     if order.proof is not Proof.CHECKSUM:
-        _ask_canary(session, order, must_agree=same_dtypes)
+        try:
+            _ask_canary(session, order, info, must_agree=same_dtypes)
+        except ServerFault:
+            if not info.stock:
+                _give_up(session, order)
+            raise
         shown += ["canary"] if same_dtypes else []
     if not info.stock:
         by_sums = order.proof is not Proof.CANARY
@@ -53,13 +61,27 @@ def prove_server(
     return "+".join(shown)
 
 
-def _ask_canary(session: ServerSession, order: RoundOrder, *, must_agree: bool) -> None:
+def _give_up(session: ServerSession, order: RoundOrder) -> None:
+    """Ends the round there at once; a server that does not hear of it ends it at the round's time."""
+    wanted = protocol.FinishRequest(order.round_id, commit=False).to_json()
+    with suppress(ServerFault):
+        session.post(protocol.FINISH_ROUND, wanted, Deadline(_GIVE_UP_TIMEOUT_S))
+
+
+def _ask_canary(
+    session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, *, must_agree: bool
+) -> None:
     body = {"infer_requests": [order.canary.request], "request_config": order.canary.config}
     reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
     try:
         (completion,) = protocol.parse_infer_reply(reply, 1)
     except ProtocolError as error:
         raise ServerFault(f"{session.base_url}{protocol.INFER}: {error}") from error
+    stamp, wanted = (completion.weight_version, completion.incarnation), (order.version, info.incarnation)
+    if not info.stock and stamp != wanted:
+        raise ServerFault(
+            f"{session.base_url} answers the canary as (version, incarnation) {stamp}, expected {wanted}"
+        )
     if must_agree and not order.canary.agrees(completion.token_ids):
         raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner")
 

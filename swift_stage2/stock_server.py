@@ -6,6 +6,7 @@ from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 
+_MOST_WORKERS = 2**16
 _KNOWS_NO_SUCH_CALL = (404, 405, 501)
 
 
@@ -17,7 +18,7 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
     """
     reply = session.get(protocol.WORLD_SIZE, deadline)
     size = reply.get("world_size") if isinstance(reply, dict) else None
-    if not isinstance(size, int) or isinstance(size, bool):
+    if type(size) is not int or not 1 <= size <= _MOST_WORKERS:
         raise ServerFault(
             f"{session.base_url}{protocol.WORLD_SIZE}: the reply is not one of a rollout server: {str(reply)[:80]!r}",
             kind=FaultKind.UNUSABLE,

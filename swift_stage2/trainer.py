@@ -26,6 +26,7 @@ from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  
 from swift.pipelines import SwiftSft  # noqa: E402
 from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
+from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 
 from swift_stage2 import resume, rollout_protocol  # noqa: E402
 from swift_stage2.assembly import start_run  # noqa: E402
@@ -165,8 +166,18 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
             self.stage2.together(write)
-            with whole_checkpoint(directory, is_owner=self.args.should_save):
-                return super()._save_checkpoint(*args, **kwargs)
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            try:
+                with whole_checkpoint(directory, is_owner=self.args.should_save):
+                    result = super()._save_checkpoint(*args, **kwargs)
+            finally:
+                self.args.save_total_limit = limit
+            # No older one goes before every rank has written its part of this one.
+            self.stage2.together(lambda: None)
+            if self.args.should_save:
+                best = self.state.best_model_checkpoint
+                rotate_checkpoints(self.args.output_dir, limit, best, use_mtime=True)
+            return result
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""

@@ -19,6 +19,7 @@ from swift_stage2.background_call import BackgroundCall
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import ask_world_size
 from swift_stage2.weight_stream import WeightStream, connect_stream
 
 _POLL_S = 0.001
@@ -106,9 +107,9 @@ class StockTransport:
             return
         self._communicator = None
         self._question = None
+        host, world_size = session.host, ask_world_size(session, deadline) + 1
         from vllm.distributed.utils import StatelessProcessGroup
 
-        host, world_size = session.host, self._num_workers(session, deadline) + 1
         self._joined = session.base_url
         session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
         body = {"host": host, "port": port, "world_size": world_size}
@@ -176,15 +177,6 @@ class StockTransport:
             base_url, self._joined = self._joined, None
             with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
                 session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(_CLOSE_TIMEOUT_S))
-
-    def _num_workers(self, session: ServerSession, deadline: Deadline) -> int:
-        reply = session.get(protocol.WORLD_SIZE, deadline)
-        size = reply.get("world_size") if isinstance(reply, dict) else None
-        if not isinstance(size, int) or size < 1:
-            raise ServerFault(
-                f"{session.base_url}{protocol.WORLD_SIZE}: expected a world_size, got {reply!r}"
-            )
-        return size
 
     def _connect(self, group: Any, timeout_s: float) -> Any:
         if self._device.type == "cpu":

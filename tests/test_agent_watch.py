@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,39 @@ with AgentWatch(os.environ, 300.0 if manner == "saves" else 0.5):
         signal.pause()
 """
 
+_AT_FIRST_SLOW_IMPORT = """
+import importlib.abc, os, pathlib, sys
+class Look(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "swift_stage2.rank_work":
+            files = list(pathlib.Path("/proc/self/fdinfo").iterdir())
+            print(*[line for file in files if file.exists() for line in file.read_text().splitlines()], sep="\\n")
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+from swift_stage2 import cli
+cli.main(["train", "none.yaml"])
+"""
+_AGENT_ENDS_FIRST = """
+import os, sys
+from swift_stage2 import agent_watch
+from swift_stage2.errors import UserError
+if not os.fork():
+    agent, open_pidfd = os.getppid(), os.pidfd_open
+    def open_late(pid):
+        opened = open_pidfd(pid)
+        while os.getppid() == agent:
+            pass
+        return opened
+    os.pidfd_open = open_late
+    try:
+        with agent_watch.AgentWatch({"TORCHELASTIC_RUN_ID": "none"}, 1.0):
+            print("watched", flush=True)
+    except UserError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
 
 @pytest.mark.parametrize("manner", ["saves", "ignores SIGTERM"])
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
@@ -53,6 +87,24 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) 
         for process in (psutil.Process(torchrun.pid), *ranks) if torchrun.poll() is None else ranks:
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
+
+
+def test_a_rank_knows_its_agent_before_anything_slow_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_FIRST_SLOW_IMPORT],
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "none"},
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+    )
+    assert f"Pid:\t{os.getpid()}" in done.stdout.splitlines()
+
+
+def test_a_rank_whose_agent_ended_while_it_looked_for_it_ends_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _AGENT_ENDS_FIRST], capture_output=True, text=True, timeout=_DEADLINE_S
+    )
+    assert done.stdout.startswith("a rank ends with its torchrun"), done.stdout + done.stderr
 
 
 def test_a_process_that_torchrun_did_not_start_is_not_watched() -> None:

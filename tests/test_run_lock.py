@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,19 @@ try:
         sys.stdin.read()
 except UserError as error:
     print(f"refused: {error}", flush=True)
+"""
+
+_FORK = """
+import os, signal, sys
+from pathlib import Path
+from swift_stage2.run_lock import hold_run_directory
+with hold_run_directory(Path(sys.argv[1]), "rank 0", {}):
+    if not (first := os.fork()):
+        os._exit(0)
+    os.waitpid(first, 0)
+    if not os.fork():
+        print(os.getpid(), flush=True)
+    signal.pause()
 """
 
 
@@ -100,6 +114,24 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, start: Start, is_killed: b
         (file,) = tmp_path.glob("locks/*")  # the dead one's is swept
         assert json.loads(file.read_text())["pid"] == os.getpid()
     assert list(tmp_path.glob("locks/*")) == []
+
+
+def test_a_lock_ends_with_its_owner_whatever_forked_children_outlive_it(tmp_path: Path) -> None:
+    """As a killed rank's DataLoader workers do, for seconds."""
+    owner = subprocess.Popen([sys.executable, "-c", _FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    try:
+        with pytest.raises(UserError, match=f"kill {owner.pid}"), hold_run_directory(tmp_path, "rank 0", {}):
+            raise AssertionError("a child's end has released it")
+        owner.kill()
+        owner.wait(timeout=_DEADLINE_S)
+        with hold_run_directory(tmp_path, "rank 0", {}):
+            os.kill(child, 0)  # it is there
+    finally:
+        owner.kill()
+        os.kill(child, signal.SIGKILL)
+        owner.communicate(timeout=_DEADLINE_S)
 
 
 def test_of_many_that_start_at_once_at_most_one_goes_on(start: Start) -> None:

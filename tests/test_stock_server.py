@@ -35,13 +35,15 @@ def test_a_stock_server_tells_its_workers(server: FakeRolloutServer) -> None:
         (world_size(b"<html>", 404), True),
         (world_size(b"<html>welcome</html>"), True),
         (world_size(b'{"world_size": true}'), True),
+        (world_size(b'{"world_size": 0}'), True),
+        (world_size(b'{"world_size": 1000000000000}'), True),
         (world_size(b'["world_size"]'), True),
         (world_size(b"{}"), True),
         (world_size(b"loading", 503), False),
         (world_size(b"no key", 401), False),
         (lambda call: Answer(drop=True), False),
     ],
-    ids=["404", "html", "boolean", "list", "empty", "503", "401", "dropped"],
+    ids=["404", "html", "boolean", "none", "huge", "list", "empty", "503", "401", "dropped"],
 )
 def test_what_answers_otherwise_is_no_stock_server(
     server: FakeRolloutServer, behaviour: Behaviour, foreign: bool

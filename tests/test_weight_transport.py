@@ -16,7 +16,7 @@ from fake_rollout_server import Answer, FakeRolloutServer, outputs
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
@@ -170,3 +170,11 @@ def test_a_communicator_that_sends_nothing_is_the_learners_fault(
     ):
         transport.open(session, 51216, Deadline(5.0))
     transport.close()
+
+
+@pytest.mark.parametrize("size", ["true", "100000000000", "0"])
+def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServer, size: str) -> None:
+    server.on_get = lambda call: Answer(body=f'{{"world_size": {size}}}'.encode())
+    with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
+        StockTransport(torch.device("cpu")).open(session, 51216, Deadline(5.0))
+    assert [call.path for call in server.calls] == [protocol.WORLD_SIZE]

@@ -6,9 +6,10 @@ file is read, because it may be large.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+from swift_stage2.telemetry.audit import Record, record_of
+from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
 
 _TAIL_BYTES = 1 << 20
 
@@ -38,16 +39,13 @@ def newest_run(output_dir: Path, since: float) -> Path | None:
     return None if newest is None or written[newest] < since else newest.parent.parent
 
 
-def _last_metrics(path: Path) -> dict[str, Any] | None:
+def _last_metrics(path: Path) -> Record | None:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
         if b'"metrics"' in line:
-            try:
-                record: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill, or cut by where the tail begins
-            if record.get("kind") == "metrics":
+            record = record_of(line)  # None: torn by a kill, or cut by where the tail begins
+            if record is not None and record["kind"] == "metrics" and has_form(record, AUDIT_FORMS):
                 return record
     return None

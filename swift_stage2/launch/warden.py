@@ -46,8 +46,11 @@ def main(argv: Sequence[str]) -> int:
         pidfd = os.pidfd_open(child.pid)
         try:
             _wait_for_end(child, pidfd, signals, options.control_fd, memory)
-            memory.look(psutil.Process().children(recursive=True))
-            _end(child, pidfd, signals, options.grace_s)
+            deadline = time.monotonic() + options.grace_s
+            if child.poll() is None:
+                child.terminate()
+            memory.look(psutil.Process().children(recursive=True))  # reads /proc, which may take long
+            _end(child, pidfd, signals, deadline)
         finally:
             os.close(pidfd)
             left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
@@ -89,11 +92,7 @@ def _is_closed(control_fd: int) -> bool:
         return False
 
 
-def _end(child: subprocess.Popen[bytes], pidfd: int, signals: StopSignals, grace_s: float) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
-    deadline = time.monotonic() + grace_s
+def _end(child: subprocess.Popen[bytes], pidfd: int, signals: StopSignals, deadline: float) -> None:
     while child.poll() is None and (left_s := deadline - time.monotonic()) > 0:
         signals.wait(min(left_s, _LONGEST_WAIT_S), also=(pidfd,))
     if child.poll() is None:

@@ -6,6 +6,7 @@ and by every rank of a replay, which all come to the same result.
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.audit import Record, read_audit
 from swift_stage2.telemetry.ledger import Entry, ledger_path, read_ledger
 from swift_stage2.telemetry.ledger_history import Process, run_of, split_by_process
+from swift_stage2.telemetry.record_forms import RECORD_FORMS, has_form
 from swift_stage2.telemetry.run_record import RecordEntry, record_path
 
 
@@ -123,7 +125,7 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Record], dict[int, Process],
             f"a replay needs {record_path(run_dir, 0)}, got no such file; name the run directory (swift.output_dir and "
             "in it the folder vN-DATE) of a run with telemetry.record: true"
         )
-    processes = {0: _processes(read_audit(record_path(run_dir, 0)))}
+    processes = {0: _processes(_read_record(record_path(run_dir, 0)))}
     if not processes[0]:
         raise UserError(
             f"{record_path(run_dir, 0)} tells of no process that began; the run ended before its start"
@@ -135,7 +137,7 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Record], dict[int, Process],
             raise UserError(
                 f"a replay needs the record of all {world_size} ranks, got none of rank {rank}; bring {path} here"
             )
-        processes[rank] = _processes(read_audit(path))
+        processes[rank] = _processes(_read_record(path))
     common = [run_id for run_id in processes[0] if all(run_id in of_rank for of_rank in processes.values())]
     if not common:
         raise UserError(f"no process of {run_dir} was begun by every rank; there is nothing to replay")
@@ -150,9 +152,26 @@ def _ledger_of(run_dir: Path, rank: int, run_id: str) -> Process:
     return _processes(read_ledger(path)).get(run_id, ()) if path.is_file() else ()
 
 
+def _read_record(path: Path) -> list[Record]:
+    """Without the lines that are no whole record, which a kill leaves."""
+    try:
+        records = read_audit(path)
+    except OSError as error:
+        raise UserError(f"a replay reads the record, got {path}: {error}; make it readable") from error
+    for record in records:
+        if record["kind"] not in RECORD_FORMS or not has_form(record, RECORD_FORMS):
+            raise UserError(
+                f"{path} is damaged: a line of kind {reprlib.repr(record['kind'])} is none that a record has; bring "
+                "the file here as the run wrote it"
+            )
+    return records
+
+
 def _processes(records: Sequence[Record]) -> dict[str, Process]:
     return {
-        run_id: process for process in split_by_process(records) if (run_id := run_of(process)) is not None
+        run_id: process
+        for process in split_by_process(records)
+        if process[0]["kind"] == Entry.START and (run_id := run_of(process)) is not None
     }
 
 

@@ -14,15 +14,16 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakSet
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, RoundFailed, RoundRefused
 from swift_stage2.http_listener import bearer_check
-from swift_stage2.request_body import parse_json, read_body
+from swift_stage2.request_body import BodyRoom, parse_json
 from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_protocol import AbortRequest, Completion, FinishRequest, RoundRequest
 from swift_stage2.rollout_server.attended_call import retrieve, while_attended
@@ -33,7 +34,10 @@ from swift_stage2.rollout_server.service import RolloutService, parse_bucket, pa
 _DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0
 _CONTROL_THREADS = 8
-_DECODING_THREADS = 2
+_DECODING_THREADS = 2  # for each kind of body
+_SMALL_BODY_BYTES = 2**20
+_CONTROL_BODY_BYTES = 64 * 2**20  # a manifest of 100,000 tensors has about 10 MB
+_HELD_IN_BODIES = 4  # bodies of the largest size that wait to be decoded at once
 _UPLOAD_TIMEOUT_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
 _LONGEST_DETAIL = 1000  # a message may quote what was sent
@@ -70,10 +74,16 @@ class _Routes:
         self._rounds = service.rounds
         self._engine = service.engine
         self._may_abort: set[Ticket] = set()  # of the event loop alone
-        self._arrived: set[asyncio.Future[Any]] = (
-            set()
-        )  # bodies that are being decoded; of the event loop alone
-        self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
+        # Bodies of ``/infer/`` that are being decoded, and those that an abort has met; of the event loop alone.
+        self._arrived: set[asyncio.Future[InferCall]] = set()
+        self._aborted_early: WeakSet[asyncio.Future[InferCall]] = WeakSet()
+        self._room = BodyRoom(_HELD_IN_BODIES * limits.body_bytes)
+        self._control_room = BodyRoom(_HELD_IN_BODIES * _CONTROL_BODY_BYTES)
+        # Apart, so that small calls wait for no large one, and control calls and answers for none.
+        self._large_decoders, self._small_decoders, self._control_decoders, self._writers = (
+            ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix=name)
+            for name in ("decode-large", "decode-small", "decode-control", "reply")
+        )
         self._control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="control")
         # Apart: these may wait for completions, and the aborts and rounds that end completions must not wait for them.
         self._resets = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="reset")
@@ -120,7 +130,7 @@ class _Routes:
         }
 
     async def infer(self, request: Request) -> Response:
-        call = await self._decoded(request, lambda body: InferCall(body, self._limits))
+        call, is_aborted = await self._decoded_call(request)
         with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)) as is_proven:
             if call.faults():
                 return _failed_requests(call.faults(), len(call.requests))
@@ -128,6 +138,8 @@ class _Routes:
             tickets = self._engine.submit(requests)
             in_flight = {t for t, wanted in zip(tickets, requests, strict=True) if wanted.may_abort}
             self._may_abort |= in_flight
+            for ticket in in_flight if is_aborted else ():
+                ticket.abort()
             try:
                 failures = await self._wait(tickets, request)
             finally:
@@ -136,7 +148,8 @@ class _Routes:
                     ticket.abort()  # does nothing to those that have ended
         if failures:
             return _failed_requests(failures, len(tickets))
-        return await self._decoder(lambda: self._reply(tickets, call, is_proven))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writers, self._reply, tickets, call, is_proven)
 
     async def init_communicator(self, request: Request) -> dict[str, str]:
         body = _fields(await self._json(request), {"port": int})
@@ -198,9 +211,9 @@ class _Routes:
 
     async def abort(self, request: Request) -> dict[str, int]:
         wanted = AbortRequest.from_json(await self._json(request))
-        await self._decode_earlier()
         if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
+        self._aborted_early |= self._arrived
         tickets = list(self._may_abort)
         return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(tickets))}
 
@@ -210,22 +223,21 @@ class _Routes:
             await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
 
     async def _json(self, request: Request) -> Any:
-        return await self._decoded(request, lambda body: body)
+        max_bytes = min(self._limits.body_bytes, _CONTROL_BODY_BYTES)
+        async with self._control_room.body(request, max_bytes, _UPLOAD_TIMEOUT_S) as raw:
+            return await while_attended(request, self._control_decoders, lambda _: parse_json(raw))
 
-    async def _decoded(self, request: Request, read: Callable[[Any], ResultT]) -> ResultT:
-        """What ``read`` makes of the body, in a thread: it may take seconds. Raises ProtocolError."""
-        try:
-            raw = await asyncio.wait_for(read_body(request, self._limits.body_bytes), _UPLOAD_TIMEOUT_S)
-        except TimeoutError as error:
-            raise HTTPException(408, f"a body must arrive within {_UPLOAD_TIMEOUT_S:g} s") from error
-        decoding = asyncio.ensure_future(self._decoder(lambda: read(parse_json(raw))))
-        self._arrived.add(decoding)
-        decoding.add_done_callback(self._arrived.discard)
-        decoding.add_done_callback(retrieve)
-        return await decoding
-
-    async def _decoder(self, call: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._decoders, call)
+    async def _decoded_call(self, request: Request) -> tuple[InferCall, bool]:
+        """The call, and whether an abort came while it was decoded. Raises ProtocolError."""
+        async with self._room.body(request, self._limits.body_bytes, _UPLOAD_TIMEOUT_S) as raw:
+            pool = self._small_decoders if len(raw) <= _SMALL_BODY_BYTES else self._large_decoders
+            arrival = asyncio.ensure_future(
+                while_attended(request, pool, lambda _: InferCall(parse_json(raw), self._limits))
+            )
+            self._arrived.add(arrival)
+            arrival.add_done_callback(self._arrived.discard)
+            arrival.add_done_callback(retrieve)
+            return await arrival, arrival in self._aborted_early
 
     async def _off_loop(self, request: Request, call: Callable[[threading.Event], ResultT]) -> ResultT:
         return await while_attended(request, self._control, call)

@@ -65,6 +65,7 @@ class AuditLog:
         self._num_told = 0
         self._num_lost = 0
         self._room: int | None = None  # where in the file the number of lost records can always be written
+        self._num_lost_before = 0  # by the process whose room it is
         self._has_own_room = False
         self._name_is_flushed = False
         self._closed = path is None
@@ -76,20 +77,23 @@ class AuditLog:
         if self._closed:
             return
         with self._lock:
-            if self._closed:
-                return
-            sequence, self._num_told = self._num_told, self._num_told + 1
-            head = {"time": self._now(), "rank": self._rank}
-            try:
-                if self._num_lost:
-                    self._append(_line(GAP, {**head, "records_lost": self._num_lost}), head)
-                    self._num_lost = 0
-                    self._mark_loss()
-                self._append(_line(kind, {**head, "sequence": sequence, **values}), head)
-            except OSError as error:
-                self._num_lost += 1
-                self._warning.report(self._path, error)
+            self._write(kind, values)
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self._closed:
+            return
+        sequence, self._num_told = self._num_told, self._num_told + 1
+        head = {"time": self._now(), "rank": self._rank}
+        try:
+            if self._num_lost:
+                self._append(_line(GAP, {**head, "records_lost": self._num_lost}), head)
+                self._num_lost = 0
                 self._mark_loss()
+            self._append(_line(kind, {**head, "sequence": sequence, **values}), head)
+        except OSError as error:
+            self._num_lost += 1
+            self._warning.report(self._path, error)
+            self._mark_loss()
 
     def flush_to_disk(self) -> None:
         """Make what was written outlast the machine's end."""
@@ -104,9 +108,11 @@ class AuditLog:
             except OSError as error:
                 self._warning.report(self._path, error)
 
-    def close(self) -> None:
-        """Close the file; later records are dropped. May be called again."""
+    def close(self, *, last: str | None = None) -> None:
+        """Close the file, behind a record of the kind ``last``; later ones are dropped. May be called again."""
         with self._lock:
+            if last is not None:
+                self._write(last, {})
             self._closed = True
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
@@ -130,7 +136,7 @@ class AuditLog:
             self._mid_line = bool(rest)
         if takes_room:
             self._room = os.fstat(descriptor).st_size - _ROOM_WIDTH - len(b"}\n")
-            self._has_own_room = True
+            self._has_own_room, self._num_lost_before = True, 0
 
     def _mark_loss(self) -> None:
         """Writes into the room that was taken at the beginning how many records are lost."""
@@ -139,9 +145,10 @@ class AuditLog:
                 return
             with self._path.open("r+b", buffering=0) as file:  # a descriptor that appends cannot overwrite
                 if self._room is None:
-                    self._room = _last_room(file.fileno())
+                    self._room, self._num_lost_before = _last_room(file.fileno())
                 if self._room is not None:
-                    os.pwrite(file.fileno(), b"%-*d" % (_ROOM_WIDTH, self._num_lost), self._room)
+                    num_lost = self._num_lost_before + self._num_lost
+                    os.pwrite(file.fileno(), b"%-*d" % (_ROOM_WIDTH, num_lost), self._room)
         except OSError as error:
             self._warning.report(self._path, error)
 
@@ -219,11 +226,11 @@ def to_json(value: Any) -> Any:
     return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _last_room(descriptor: int) -> int | None:
-    """The room of the process before, for one that was refused its own."""
+def _last_room(descriptor: int) -> tuple[int | None, int]:
+    """The room of the process before, for one that was refused its own, and the number that stands in it."""
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-        rooms = [found.start(1) for found in _ROOM.finditer(content)]
-    return rooms[-1] if rooms else None
+        rooms = [(found.start(1), int(found[1].strip() or b"0")) for found in _ROOM.finditer(content)]
+    return rooms[-1] if rooms else (None, 0)
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> bytes:

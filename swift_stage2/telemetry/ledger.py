@@ -149,9 +149,7 @@ class Ledger:
 
     def close(self) -> None:
         """Tell the end and close the file; later records are dropped. May be called again."""
-        if self._has_started:
-            self._log.write(Entry.END)
-        self._log.close()
+        self._log.close(last=Entry.END if self._has_started else None)
 
 
 def read_ledger(path: Path) -> list[Record]:

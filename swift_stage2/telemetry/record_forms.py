@@ -25,9 +25,8 @@ _COUNTERS = {metric.name for metric in METRICS if metric.kind is Kind.COUNTER} |
 def has_form(record: Mapping[str, Any], forms: Mapping[str, Form]) -> bool:
     """Whether the record has every field of its kind's form, and each of them passes; kinds without a form have any."""
     kind = record["kind"]
-    return (
-        all(check(record.get(name, _ABSENT)) for name, check in forms.get(kind, {}).items())
-        and len({len(record[name]) for name in _ALIGNED.get(kind, ())}) <= 1
+    return all(check(record.get(name, _ABSENT)) for name, check in forms.get(kind, {}).items()) and (
+        kind not in forms or len({len(record[name]) for name in _ALIGNED.get(kind, ())}) <= 1
     )
 
 
@@ -50,6 +49,35 @@ def _number(value: Any) -> bool:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _hex(value: Any) -> bool:
+    """A loss to its last bit, not finite ones included."""
+    try:
+        return isinstance(value, str) and float.fromhex(value) is not None
+    except (ValueError, OverflowError):
+        return False
+
+
+def _loss(value: Any) -> bool:
+    """One that is not finite is written as text."""
+    try:
+        return isinstance(value, int | float | str) and float(value) is not None
+    except (ValueError, OverflowError):
+        return False
+
+
+def _mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _span(value: Any) -> bool:
+    """[version, start, end]."""
+    return isinstance(value, list) and len(value) == 3 and all(map(_count, value))
+
+
+def _channel(value: Any) -> bool:
+    return value in ("A", "B")
 
 
 def _flag(value: Any) -> bool:
@@ -145,7 +173,7 @@ AUDIT_FORMS: Mapping[str, Form] = {
     "step": {
         "time": _number,
         "step": _count,
-        "channel": lambda value: value in ("A", "B"),
+        "channel": _channel,
         "wants_b": _flag,
         "skip_reason": _or_none(_text),
         "version": _count,
@@ -182,3 +210,53 @@ AUDIT_FORMS: Mapping[str, Form] = {
         "ratios": _by_name(_or_none(_number)),
     },
 }
+
+RECORD_FORMS: Mapping[str, Form] = {
+    "gap": _gap,
+    "start": {
+        "run_id": _text,
+        "step": _count,
+        "world_size": _num_ranks,
+        "config": _mapping,
+        "surroundings": _mapping,
+    },
+    "completion": {
+        "sample": _sample,
+        "text": _text,
+        "token_ids": _each(_count),
+        "truncated": _flag,
+        "spans": _each(_span),
+    },
+    "step": {"step": _count, "channel": _channel, "version": _count},
+    "losses": {"step": _count, "losses": _each(_hex)},
+}
+"""Of what a replay reads."""
+
+_of_rank: Form = {"rank": _count}
+
+LIVE_FORMS: Mapping[str, Form] = {
+    "start": _of_rank
+    | {
+        "step": _count,
+        "world_size": _num_ranks,
+        "total_steps": _count,
+        "queue_limit": _or_none(_count),
+    },
+    "step": _of_rank
+    | {
+        "step": _count,
+        "channel": _channel,
+        "skip_reason": _or_none(_text),
+        "version": _count,
+        "version_lag": _or_none(_integer),
+        "queue_depth": _count,
+        "round_pending": _flag,
+    },
+    "batch": {"num_rollouts": _count},
+    "round": _of_rank
+    | {"step": _count, "version": _count, "seconds": _number, "servers": _by_name(_with(proven=_flag))},
+    "metrics": _of_rank | {"epoch": _maybe(_number), "numbers": _numbers},
+    "loss": _of_rank | {"loss": _loss},
+    "warning": {"message": _text},
+}
+"""Of what the live view reads of an audit that this release writes."""

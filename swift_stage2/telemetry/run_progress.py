@@ -6,13 +6,13 @@ for the next look. Called by the main loops of the demo and of ``launch``.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from swift_stage2.telemetry.audit import Record, audit_path
+from swift_stage2.telemetry.audit import Record, audit_path, record_of
 from swift_stage2.telemetry.live_state import LastRound, LiveState
+from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
@@ -62,7 +62,8 @@ class RunProgress:
     @classmethod
     def of_run(cls, run_dir: Path) -> RunProgress | None:
         """Of a run that tells of itself in its audit; None as long as it has told nothing."""
-        starts = [record for record in AuditTail(audit_path(run_dir, 0)).read() if record["kind"] == "start"]
+        records = AuditTail(audit_path(run_dir, 0)).read()
+        starts = [record for record in records if record["kind"] == "start" and has_form(record, LIVE_FORMS)]
         if not starts:
             return None
         start = starts[-1]
@@ -78,7 +79,12 @@ class RunProgress:
         """Takes in what was written since the last call."""
         records = [record for tail in self._tails for record in tail.read()]
         for record in sorted(records, key=lambda record: record["time"]):
-            self._take(record)
+            if has_form(record, LIVE_FORMS):
+                self._take(record)
+            else:
+                self._take_warning(
+                    "the audit holds lines that are none of this release's; they are not shown"
+                )
         return self.state
 
     def _take(self, record: Record) -> None:
@@ -158,8 +164,5 @@ class RunProgress:
 
 
 def _parse(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "kind" in record and "time" in record else None
+    record = record_of(line)
+    return record if record is not None and isinstance(record.get("time"), int | float) else None

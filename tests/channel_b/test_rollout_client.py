@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -821,3 +822,31 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
     )
     assert answered == sorted(rollout.sample.key.position for rollout in outcome.rollouts) == [0, 1, 3]
     assert {record["end"] for record in finished} == {"answered", "error_answer"}
+
+
+def test_a_share_that_ends_after_its_lane_was_closed_is_returned(
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+) -> None:
+    """Its POST was abandoned, and it would have that settled on a thread that takes nothing any more."""
+    client = make_client(server, fence=fence, request_timeout_s=0.2)
+    (lane,) = client._lanes.values()
+    decides, go_on = threading.Event(), threading.Event()
+    is_set = client._stop.is_set
+
+    def at_the_end() -> bool:
+        is_stopped = is_set()
+        if sys._getframe(1).f_code.co_name == "_work_on":
+            decides.set()
+            assert go_on.wait(PATIENCE_S)
+        return is_stopped
+
+    client._stop.is_set = at_the_end  # type: ignore[method-assign]
+    server.on_infer = lambda call: Answer(drop=forever.wait(PATIENCE_S))
+    asked = background.submit(ask, client, 2)
+    assert decides.wait(PATIENCE_S)
+    client._stop.set()
+    assert not lane.close(timeout_s=0.0)
+    go_on.set()
+    assert positions(asked.result(PATIENCE_S).returned) == [0, 1]
+    assert lane.close(PATIENCE_S)
+    client.close()

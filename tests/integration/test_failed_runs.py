@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from small_disk import SmallDisk
-from torchrun_job import ENVIRONMENT, MODEL, free_port, write_config
+from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, free_port, write_config
+
+from swift_stage2.checkpoint_check import why_not_whole
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -74,6 +76,42 @@ def test_a_disk_that_fills_up_leaves_whole_checkpoints_and_one_line(
     )
     assert f"go on from {run_dir / 'checkpoint-1'}" in last
     assert checkpoints(run_dir) == dict.fromkeys(kept, True)
+
+
+_NO_ROOM_ON_RANK_1 = """
+import errno, os, pathlib, time
+from transformers import Trainer
+RANK, SAVED = os.environ["RANK"], pathlib.Path(os.environ["RECORD_DIR"]).parent / "rank0_has_saved"
+save, save_rng = Trainer._save_checkpoint, Trainer._save_rng_state
+def _save_checkpoint(self, *args, **options):
+    save(self, *args, **options)
+    if RANK == "0" and self.state.global_step == 3:
+        SAVED.touch()
+def _save_rng_state(self, directory):
+    if RANK == "1" and self.state.global_step == 3:
+        end = time.monotonic() + 120
+        while not SAVED.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise OSError(errno.ENOSPC, "No space left on device")
+    save_rng(self, directory)
+Trainer._save_checkpoint, Trainer._save_rng_state = _save_checkpoint, _save_rng_state
+"""
+
+
+def test_no_older_checkpoint_goes_before_every_rank_has_written_the_newest(
+    tmp_path: Path, rows_file: Path
+) -> None:
+    plugin, run_dir = tmp_path / "no_room_plugin.py", tmp_path / "run"
+    plugin.write_text(_NO_ROOM_ON_RANK_1)
+    swift = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    plugins = [str(TEMPLATE), str(plugin)]
+    done = torchrun(write_run(tmp_path / "c", rows_file, run_dir, external_plugins=plugins, **swift), ranks=2)
+    assert done.returncode != 0
+    assert (tmp_path / "c" / "rank0_has_saved").exists(), done.stdout[-3000:]
+    whole = [path.name for path in run_dir.glob("checkpoint-*") if not why_not_whole(path, needs_stage2=True)]
+    assert whole == ["checkpoint-2"]
+    assert not (run_dir / "checkpoint-1").exists()
+    assert f"go on from {run_dir / 'checkpoint-2'}" in done.stdout
 
 
 def test_a_model_that_was_cut_is_told_in_one_line_by_every_start(tmp_path: Path, rows_file: Path) -> None:

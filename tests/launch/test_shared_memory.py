@@ -197,3 +197,40 @@ def test_a_semaphore_that_only_its_name_ties_to_a_killed_process_is_removed(hold
         assert watch.unlink_abandoned().removed == tuple(sorted((str(held.path), str(semaphore))))
     finally:
         semaphore.unlink(missing_ok=True)
+
+
+_BLOCKED_LOOK = """
+import select, sys, os
+from swift_stage2.launch import warden
+warden._LOOK_EVERY_S = 600.0
+wait_for_end, is_last = warden._wait_for_end, False
+def wait(*given):
+    global is_last
+    wait_for_end(*given)
+    is_last = True
+def look(self, processes):
+    if is_last:  # /proc may block on a process that is stuck in the kernel
+        (child,) = [process for process in processes if process.ppid() == os.getpid()] or [None]
+        ended = child is None or bool(select.select([os.pidfd_open(child.pid)], [], [], 20.0)[0])
+        print("ended first" if ended else "still running", flush=True)
+warden._wait_for_end, warden.SharedMemoryWatch.look = wait, look
+sys.exit(warden.main(sys.argv[1:]))
+"""
+
+
+def test_a_command_gets_its_signal_before_anything_is_read_of_its_tree() -> None:
+    read_end, write_end = os.pipe()
+    command = ["sh", "-c", "echo ready; exec sleep 600"]
+    warden = subprocess.Popen(
+        [sys.executable, "-c", _BLOCKED_LOOK, f"--control-fd={read_end}", "--grace-s=5", "--", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(read_end,),
+    )
+    os.close(read_end)
+    assert warden.stdout is not None
+    assert warden.stdout.readline() == "ready\n"
+    warden.terminate()
+    output, _ = warden.communicate(timeout=_DEADLINE_S)
+    os.close(write_end)
+    assert output == "ended first\n"

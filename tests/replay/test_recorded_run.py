@@ -150,3 +150,27 @@ def test_a_pack_that_the_ledger_does_not_know_is_named(tmp_path: Path) -> None:
     edit(ledger_path(tmp_path, 0), lambda line: None if line.get("kind") == "packed" else line)
     with pytest.raises(UserError, match="tells nothing of pack p1, which step 0 trained"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("start", "world_size"),
+        ("completion", "sample"),
+        ("step", "channel"),
+        ("losses", "losses"),
+        ("step", "kind"),
+    ],
+)
+def test_a_line_without_what_its_kind_has_is_one_line(tmp_path: Path, kind: str, field: str) -> None:
+    RecordedRank(tmp_path).train("AB")
+
+    def damage(line: dict[str, Any]) -> dict[str, Any]:
+        if line["kind"] == kind:
+            line[field] = "stray"
+        return line
+
+    edit(record_path(tmp_path, 0), damage)
+    with pytest.raises(UserError, match=r"rank0\.jsonl is damaged: a line of kind") as told:
+        read_run(tmp_path)
+    assert "\n" not in str(told.value)

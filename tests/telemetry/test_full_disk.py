@@ -61,6 +61,20 @@ def test_a_process_that_cannot_even_begin_marks_the_one_before(small_disk: Small
     assert not account_of({0: first.records()}).is_provable
 
 
+def test_a_later_process_adds_to_the_gap_of_the_one_before(small_disk: SmallDisk) -> None:
+    path = small_disk.path / "a.jsonl"
+    for num_lost in (20, 1):
+        log = AuditLog(path)
+        if not path.exists():
+            log.write("step")
+            small_disk.fill()
+        for _ in range(num_lost):
+            log.write("step", padding="x" * 10_000)
+        log.close()
+    (gap,) = [record for record in read_audit(path) if record["kind"] == GAP]
+    assert gap["records_lost"] == 21
+
+
 def test_a_disk_that_is_full_from_the_start_proves_nothing(small_disk: SmallDisk) -> None:
     small_disk.fill()
     run = LedgerRun(small_disk.path)

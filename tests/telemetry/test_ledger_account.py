@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from ledger_run import LedgerRun, again
 
+from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.telemetry import AuditLog
+from swift_stage2.telemetry import AuditLog, read_audit
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
@@ -314,3 +315,16 @@ def test_a_full_disk_raises_nothing_and_is_told_once(caplog: pytest.LogCaptureFi
         ledger.flush_to_disk()
         ledger.close()
     assert len(caplog.records) == 1
+
+
+def test_the_end_is_the_last_record_whatever_is_told_while_it_closes(tmp_path: Path) -> None:
+    class Log(AuditLog):
+        def close(self, **last: str) -> None:
+            ledger.drawn([SampleKey(0, 0, 0, 0)])  # of another thread, just before
+            super().close(**last)
+
+    ledger = Ledger(Log(tmp_path / "rank0.jsonl"))
+    ledger.start(run_id="r", step=0, world_size=1, version_window=1, save_id=None, state={})
+    ledger.close()
+    kinds = [record["kind"] for record in read_audit(tmp_path / "rank0.jsonl")]
+    assert kinds == ["start", "drawn", "end"]

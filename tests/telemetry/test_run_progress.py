@@ -108,3 +108,19 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text('torn\n[1]\n{"kind": "k"}\n{"kind": "k", "time": 1}\n')
     assert AuditTail(path).read() == [{"kind": "k", "time": 1}]
+
+
+@pytest.mark.parametrize("kind", ["start", "step", "batch", "round", "metrics", "loss", "warning", "read"])
+def test_a_stray_line_is_told_once_and_the_rest_is_shown(tmp_path: Path, kind: str) -> None:
+    stray = json.dumps({"kind": kind, "time": 1.0, "rank": "none"}) + "\n"
+    path = audit_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text(2 * stray)
+    assert RunProgress.of_run(tmp_path) is None
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
+    telemetry.record_step(step(4))
+    telemetry.close()
+    state = _progress(tmp_path, num_ranks=1).refresh()
+    assert state.step == 5
+    told = "the audit holds lines that are none of this release's; they are not shown"
+    assert state.warnings == (() if kind == "read" else (told,))

@@ -62,7 +62,8 @@ class ServerLane:
             base_url, api_key=settings.api_key, connect_timeout_s=settings.connect_timeout_s
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._latest: Future[Any] | None = None
+        self._lock = threading.Lock()  # of what is submitted, against ``close``
+        self._last: Future[None] | None = None
         self._known_good = [] if settings.canary is None else [settings.canary]
         self._num_abandoned_prompts = 0
 
@@ -73,15 +74,19 @@ class ServerLane:
 
     def submit(self, samples: Sequence[Sample], requests: Sequence[Request], terms: Terms) -> Future[Share]:
         """Starts work on a share; the future raises ``FenceShutDown`` when the fence ends."""
-        future = self._thread.submit(self._work_on, samples, requests, terms)
-        self._latest = future
-        return future
+        return self._thread.submit(self._work_on, samples, requests, terms)
 
     def settle(self) -> Future[bool]:
-        """Starts to settle what was abandoned here; True if the server is not busy with it any more."""
-        future = self._thread.submit(self._settle_or_suspect)
-        self._latest = future
-        return future
+        """Starts to settle what was abandoned here; True if the server is not busy with it any more.
+
+        False once the lane is closed: a share that still ends may come too late with this.
+        """
+        with self._lock:
+            if self._last is None:
+                return self._thread.submit(self._settle_or_suspect)
+        late: Future[bool] = Future()
+        late.set_result(False)
+        return late
 
     def end(self) -> None:
         """Ends the call in progress; after the owner's stop event is set. Idempotent."""
@@ -90,8 +95,11 @@ class ServerLane:
     def close(self, timeout_s: float) -> bool:
         """Ends everything and waits for it; False if the thread is still at work after ``timeout_s``."""
         self.end()
-        running = wait([self._latest] if self._latest else [], timeout=timeout_s).not_done
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            if self._last is None:
+                self._last = self._thread.submit(lambda: None)  # behind all that was submitted
+                self._thread.shutdown(wait=False)
+        running = wait([self._last], timeout=timeout_s).not_done
         if not running:
             self._connection.close()
         return not running

@@ -1,0 +1,79 @@
+"""The learner's proof against our real server: a wrong canary ends the round there, a stamp must be this round's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from live_server import GREEDY, LearnerRound, RunningServer, load_learner, text_request
+
+from swift_stage2.config import Proof
+from swift_stage2.errors import ServerFault
+from swift_stage2.round_records import RoundOrder
+from swift_stage2.server_proof import prove_server
+from swift_stage2.server_session import Deadline, ServerSession
+
+
+class AnyCanary:
+    request = text_request()
+    config = GREEDY
+
+    def __init__(self, *, agrees: bool) -> None:
+        self._agrees = agrees
+
+    def answer(self) -> None:
+        raise AssertionError("the learner's answer is not asked for")
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        return self._agrees
+
+
+@pytest.fixture
+def loaded(server: RunningServer) -> LearnerRound:
+    """A round that waits for its proof."""
+    round_ = LearnerRound(server, load_learner())
+    assert round_.begin().status_code == 200
+    round_.push()
+    assert round_.load().status_code == 200
+    round_.close()
+    return round_
+
+
+def prove(
+    round_: LearnerRound, *, agrees: bool = True, info: dict[str, Any] | None = None, **order: Any
+) -> str:
+    wanted: dict[str, Any] = {
+        "round_id": round_.round_id,
+        "run_id": round_.run_id,
+        "version": round_.version,
+        "manifest": round_.export.manifest(),
+        "canary": AnyCanary(agrees=agrees),
+        "proof": Proof.CANARY,
+        "api_key": None,
+        "deadline": Deadline(30.0),
+    }
+    with ServerSession(round_.server.base_url) as session:
+        told = replace(session.info(Deadline(5.0)), **info or {})
+        return prove_server(session, RoundOrder(**wanted | order), told, {}, same_dtypes=True)
+
+
+def test_a_canary_with_this_rounds_stamp_proves(loaded: LearnerRound) -> None:
+    assert prove(loaded) == "canary"
+
+
+def test_a_wrong_canary_ends_the_round_at_once_and_leaves_the_server_unproven(loaded: LearnerRound) -> None:
+    with pytest.raises(ServerFault, match="other tokens than the learner"):
+        prove(loaded, agrees=False)
+    assert loaded.server.state() == "unproven"
+
+
+def test_a_canary_of_another_version_proves_nothing(loaded: LearnerRound) -> None:
+    with pytest.raises(ServerFault, match="answers the canary as"):
+        prove(loaded, version=loaded.version + 1)
+
+
+def test_a_canary_of_another_process_proves_nothing(loaded: LearnerRound) -> None:
+    with pytest.raises(ServerFault, match="answers the canary as"):
+        prove(loaded, info={"incarnation": "another"})
