@@ -239,7 +239,12 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
         ),
         ("rollout", None, "a mapping, got rollout=None; write for example rollout: {servers: …}"),
         ("swift", ["--model", "m"], "write for example swift: {name: value}"),
-        ("launch.learner.devices", [0, "1"], "an integer, got devices[1]='1'; write for example the entry 4"),
+        (
+            "launch.learner",
+            {"devices": [0, "1"]},
+            "or names GPU-… or MIG-…, got devices=[0, '1']; write numbers without quotes",
+        ),
+        ("launch.learner.devices", [0, 1.5], "an integer, got devices[1]=1.5; write for example the entry 4"),
         ("launch.learner.devices", 0, "write for example devices: [4]"),
         ("rollout.sync.on_pending", 3, "wait or abort, got on_pending=3; write for example on_pending: wait"),
         ("stage2_ab.starvation.action", "wran", "did you mean 'warn'"),
