@@ -26,6 +26,19 @@ def require_visible_devices(environment: Mapping[str, str], num_found: int) -> N
         )
 
 
+def require_known_accelerator(kind: str | None) -> None:
+    """What torch would compute on (``kind``, e.g. ``cuda``, ``npu``) is a CUDA device, or there is none.
+
+    Raises:
+        UserError: another kind; transports, proofs and memory are written for CUDA, and would take it for that.
+    """
+    if kind not in (None, "cuda"):
+        raise UserError(
+            f"devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU, got {kind}; train with "
+            "swift.use_cpu: true and serve with --device cpu, or use a machine with such GPUs"
+        )
+
+
 def select_devices(environment: Mapping[str, str], devices: Sequence[int | str], key: str) -> str:
     """The CUDA_VISIBLE_DEVICES of a process that is given ``devices``.
 

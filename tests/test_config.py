@@ -164,6 +164,19 @@ def test_refused_values_are_named_with_range_and_remedy(
         assert part in message
 
 
+def test_a_stock_server_that_launch_starts_cannot_be_asked_to_abort(tmp_path: Path) -> None:
+    data = changed("rollout.sync.on_pending", "abort")
+    message = refusal(tmp_path, data | {"launch": {"servers": [{"engine": "swift"}]}})
+    for part in (
+        "on_pending: abort needs",
+        "launch.servers[0].engine='swift'",
+        "on_pending: wait, or engine: vllm",
+    ):
+        assert part in message
+    load(tmp_path, data | {"launch": {"servers": [{"engine": "vllm"}]}})
+    load(tmp_path, data | {"launch": {"servers": []}})
+
+
 @pytest.mark.parametrize(
     ("path", "value", "parts"),
     [
