@@ -22,7 +22,7 @@ PARSE_DROP_REASONS = (
     "missing_label",
 )
 SKIP_REASONS = ("not_enough_packs", "truncation_guard", "servers_suspect", "pipeline_failed")
-QUARANTINE_REASONS = ("bad_sample", "poisonous_request", "too_slow")
+QUARANTINE_REASONS = ("bad_sample", "prompt_mismatch", "poisonous_request", "too_slow")
 STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
 
 
