@@ -199,9 +199,10 @@ def _server_arguments(
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
     if process.engine is ServerEngine.VLLM:
         return ["-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", model, *place, *key, *options]
-    api_key = config.rollout.api_key()
-    secret = ["--api_key", api_key] if api_key else []  # the stock server takes it from nowhere else
-    return ["-m", "swift.cli.rollout", "--model", model, *place, *secret, *options]
+    program = ["swift.cli.rollout"]
+    if config.rollout.api_key():  # which ms-swift takes as an argument only, for everyone to read
+        program = ["swift_stage2.rollout_server.stock_program", config.rollout.api_key_env]
+    return ["-m", *program, "--model", model, *place, *options]
 
 
 def _plan_learner(

@@ -103,13 +103,22 @@ def test_no_devices_means_no_gpu() -> None:
     assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_stock_server_gets_model_place_token_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
+@pytest.mark.parametrize(
+    ("key", "program"),
+    [
+        ("", ("swift.cli.rollout",)),
+        ("hush", ("swift_stage2.rollout_server.stock_program", "SWIFT_ROLLOUT_API_KEY")),
+    ],
+)
+def test_the_stock_server_gets_model_place_and_options_and_never_the_token(
+    monkeypatch: pytest.MonkeyPatch, key: str, program: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
     entry = {"engine": "swift", "args": {"vllm_data_parallel_size": 3, "vllm_enforce_eager": True}}
     plan = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER)
     assert plan.servers[0].command.argv[2:] == (
-        "-m", "swift.cli.rollout", "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
-        "--api_key", "hush", "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
+        "-m", *program, "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
+        "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
     )  # fmt: skip
 
 
