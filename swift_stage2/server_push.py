@@ -22,7 +22,7 @@ from swift_stage2.round_records import RoundOrder, ServerEndpoint, ServerReport
 from swift_stage2.server_proof import prove_server
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_names import differing_names
-from swift_stage2.stock_server import ask_state_keys
+from swift_stage2.stock_server import ask_state_keys, is_foreign
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_bucket import WeightBucket
 from swift_stage2.weight_transport import WeightTransport
@@ -140,7 +140,12 @@ class ServerPush(threading.Thread):
 
     def _compare_names(self, session: ServerSession) -> None:
         """Once per connection. Decides nothing: the fusing known here is not that of every model."""
-        keys = ask_state_keys(session, self._order.deadline)
+        try:
+            keys = ask_state_keys(session, self._order.deadline)
+        except ServerFault as fault:
+            if is_foreign(fault):  # it does not tell; the canary still shows what it took
+                return
+            raise
         names = differing_names((spec.name for spec in self._order.manifest), keys)
         if keys and names:
             logger.warning(
