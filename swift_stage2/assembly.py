@@ -123,7 +123,7 @@ def start_run(
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(control)
         if config.b_enabled:
-            ours = wait_for_servers(config, control)
+            ours = wait_for_servers(config, control, telemetry.record_warning)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
             parts = together(control, look)

@@ -12,9 +12,11 @@ from typing import Any
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.config import Proof
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.round_records import RoundOrder
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import ask_world_size
 
 _GIVE_UP_TIMEOUT_S = 5.0
 
@@ -68,22 +70,39 @@ def _give_up(session: ServerSession, order: RoundOrder) -> None:
         session.post(protocol.FINISH_ROUND, wanted, Deadline(_GIVE_UP_TIMEOUT_S))
 
 
+def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:
+    """A stock server splits a call evenly among its data-parallel engines; a shorter one leaves the last of them out.
+
+    How many it has it does not tell: at most as many as workers.
+    """
+    if not info.stock:
+        return 1
+    num_workers = ask_world_size(session, order.deadline)
+    if not 1 <= num_workers <= MAX_REQUESTS_PER_POST:
+        raise ServerFault(f"{session.base_url}{protocol.WORLD_SIZE}: cannot be, got world_size={num_workers}")
+    return num_workers
+
+
 def _ask_canary(
     session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, *, must_agree: bool
 ) -> None:
-    body = {"infer_requests": [order.canary.request], "request_config": order.canary.config}
+    num_copies = _num_copies(session, order, info)
+    body = {"infer_requests": [order.canary.request] * num_copies, "request_config": order.canary.config}
     reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
     try:
-        (completion,) = protocol.parse_infer_reply(reply, 1)
+        completions = protocol.parse_infer_reply(reply, num_copies)
     except ProtocolError as error:
         raise ServerFault(f"{session.base_url}{protocol.INFER}: {error}") from error
-    stamp, wanted = (completion.weight_version, completion.incarnation), (order.version, info.incarnation)
-    if not info.stock and stamp != wanted:
-        raise ServerFault(
-            f"{session.base_url} answers the canary as (version, incarnation) {stamp}, expected {wanted}"
-        )
-    if must_agree and not order.canary.agrees(completion.token_ids):
-        raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner")
+    wanted = (order.version, info.incarnation)
+    for completion in completions if not info.stock else ():
+        if (stamp := (completion.weight_version, completion.incarnation)) != wanted:
+            raise ServerFault(
+                f"{session.base_url} answers the canary as (version, incarnation) {stamp}, expected {wanted}"
+            )
+    num_wrong = sum(not order.canary.agrees(completion.token_ids) for completion in completions)
+    if must_agree and num_wrong:
+        of_all = f" in {num_wrong} of {num_copies} answers of its engines" if num_copies > 1 else ""
+        raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner{of_all}")
 
 
 def _check_sums(

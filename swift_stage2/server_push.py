@@ -6,6 +6,7 @@ learner cannot give its weights, without one. Started and awaited by the round o
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -20,9 +21,13 @@ from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.round_records import RoundOrder, ServerEndpoint, ServerReport
 from swift_stage2.server_proof import prove_server
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_names import differing_names
+from swift_stage2.stock_server import ask_state_keys, is_foreign
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_bucket import WeightBucket
 from swift_stage2.weight_transport import WeightTransport
+
+logger = logging.getLogger(__name__)
 
 _SHARE_FOR_PATIENCE = 0.25  # of the calls' time, with a server that is still busy
 _BUSY_POLL_S = 0.05
@@ -99,6 +104,8 @@ class ServerPush(threading.Thread):
                 self._begin(session, _agreed_manifest(order.manifest, info.manifest))
             else:  # ordered: it answers once nothing runs any more that a lost caller has asked
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+                if self.server not in self._transports:
+                    self._compare_names(session)
         with self._phase("connect"):
             transport = self._transports.setdefault(self.server, self._make_transport(info))
             transport.open(session, self._endpoint.group_port, order.deadline)
@@ -130,6 +137,26 @@ class ServerPush(threading.Thread):
                 if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
                     raise
             time.sleep(_BUSY_POLL_S)
+
+    def _compare_names(self, session: ServerSession) -> None:
+        """Once per connection. Decides nothing: the fusing known here is not that of every model."""
+        try:
+            keys = ask_state_keys(session, self._order.deadline)
+        except ServerFault as fault:
+            if is_foreign(fault):  # it does not tell; the canary still shows what it took
+                return
+            raise
+        names = differing_names((spec.name for spec in self._order.manifest), keys)
+        if keys and names:
+            logger.warning(
+                "%s must hold the learner's parameters, got %d names of %d that differ, %s for one; if its canary "
+                "fails, vLLM cannot load this model by the names that transformers gives it, or it is another: serve "
+                "the learner's with swift-stage2 rollout",
+                session.base_url,
+                len(names),
+                len(keys),
+                names[0],
+            )
 
     def _send_buckets(
         self, session: ServerSession, transport: WeightTransport, dtypes: dict[str, str]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from typing import Any
 
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import OnPending, Stage2Config
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_server import ask_world_size, is_foreign
@@ -16,8 +17,12 @@ _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
 
 
-def wait_for_servers(config: Stage2Config, control: ControlGroup) -> set[str]:
+def wait_for_servers(
+    config: Stage2Config, control: ControlGroup, warn: Callable[[str], None] = lambda message: None
+) -> set[str]:
     """Returns once every server answers and can be given weights: the base URLs of those that are ours.
+
+    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it.
 
     Raises:
         ConfigError: a server cannot be given weights from here; on every rank.
@@ -41,12 +46,18 @@ def wait_for_servers(config: Stage2Config, control: ControlGroup) -> set[str]:
             base_url = waiting.pop(0)
             if told["ours"]:
                 ours.add(base_url.rstrip("/"))
+            wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
+            if wants_abort and not told["can_abort"]:
+                warn(
+                    f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
+                    "rollout.sync.on_pending: abort needs swift-stage2 rollout"
+                )
     return ours
 
 
 def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server."""
-    told: dict[str, Any] = {"answers": False, "ours": False, "missing": "", "refused": ""}
+    told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
@@ -66,7 +77,7 @@ def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]
                     told["refused"] = _foreign(base_url, fault) if is_foreign(fault) else ""
                     return told
             else:
-                told["answers"], told["ours"] = True, not info.stock
+                told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
                 if info.stock and not vllm_is_installed():
                     told["refused"] = (
                         f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.errors import FaultKind, ServerFault
+from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 
 _MOST_WORKERS = 2**16
@@ -24,6 +24,39 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
             kind=FaultKind.UNUSABLE,
         )
     return size
+
+
+def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...]:
+    """Names of the parameters that the first engine's workers hold; none where they failed, which ms-swift swallows.
+
+    Raises:
+        ServerFault: no answer, or not such a one.
+    """
+    reply = session.get(protocol.STATE_KEYS, deadline)
+    keys = reply.get("keys") if isinstance(reply, dict) else None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ServerFault(
+            f"{session.base_url}{protocol.STATE_KEYS}: expected names of parameters, got {str(reply)[:80]!r}",
+            kind=FaultKind.UNUSABLE,
+        )
+    return tuple(keys)
+
+
+def require_workers(session: ServerSession, deadline: Deadline) -> None:
+    """Whether every engine of a stock server, and the first one's workers, run what they are asked.
+
+    Most other calls are answered from the server's arguments, whatever became of its engines.
+
+    Raises:
+        ServerFault: they do not.
+    """
+    reply = session.post(protocol.RESET_PREFIX_CACHE, {}, deadline)
+    try:
+        succeeded = protocol.parse_cache_reset(reply)
+    except ProtocolError as error:
+        raise ServerFault(f"{session.base_url}{protocol.RESET_PREFIX_CACHE}: {error}") from error
+    if not succeeded or not ask_state_keys(session, deadline):
+        raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
 
 
 def is_foreign(fault: ServerFault) -> bool:

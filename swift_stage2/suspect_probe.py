@@ -11,10 +11,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import require_workers
 
 _DEADLINE_S = 2.0
 _STOP_TIMEOUT_S = 5.0
@@ -151,7 +151,7 @@ class SuspectProbe:
             with ServerSession(url, self._api_key, must_be_ours=url in self._ours) as session:
                 info = session.info(deadline)
                 if info.stock:
-                    session.get(protocol.WORLD_SIZE, deadline)
+                    require_workers(session, deadline)
                 return True
         except ServerFault:
             return False

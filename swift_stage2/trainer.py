@@ -47,7 +47,7 @@ from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.tcp_probe import why_deaf  # noqa: E402
-from swift_stage2.visible_devices import require_visible_devices  # noqa: E402
+from swift_stage2.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
 from swift_stage2.weight_transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -280,6 +280,8 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     if config.swift.get("use_cpu") is not True:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        require_known_accelerator(found and found.type)
         require_visible_devices(os.environ, torch.cuda.device_count())
     check_model(config.swift)
     check_data(config)

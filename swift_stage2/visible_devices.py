@@ -1,10 +1,13 @@
-"""Refuses GPUs that are named and not there: torch would fall back to the CPU, or to fewer, without a word."""
+"""Which GPUs a process sees: devices of a configuration out of those that the environment leaves visible.
+
+Refuses what is named and not there: torch would fall back to the CPU, or to fewer, without a word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from swift_stage2.errors import UserError
+from swift_stage2.errors import ConfigError, UserError
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -15,13 +18,53 @@ def require_visible_devices(environment: Mapping[str, str], num_found: int) -> N
     Raises:
         UserError: fewer are there.
     """
-    named = [word.strip() for word in environment.get(_VARIABLE, "").split(",")]
-    if "-1" in named:  # CUDA reads the list up to there
-        named = named[: named.index("-1")]
-    num_named = sum(bool(word) for word in named)
-    if num_found < num_named:
+    if num_found < len(_visible(environment)):
         raise UserError(
             f"every device that is named must exist on this machine, got {_VARIABLE}={environment[_VARIABLE]} and "
             f"{num_found} device(s) that torch can use; write numbers of GPUs that exist under launch (devices: [], "
             "with swift.use_cpu: true for the learner, means CPU), or correct the variable"
         )
+
+
+def require_known_accelerator(kind: str | None) -> None:
+    """What torch would compute on (``kind``, e.g. ``cuda``, ``npu``) is a CUDA device, or there is none.
+
+    Raises:
+        UserError: another kind; transports, proofs and memory are written for CUDA, and would take it for that.
+    """
+    if kind not in (None, "cuda"):
+        raise UserError(
+            f"devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU, got {kind}; train with "
+            "swift.use_cpu: true and serve with --device cpu, or use a machine with such GPUs"
+        )
+
+
+def select_devices(environment: Mapping[str, str], devices: Sequence[int | str], key: str) -> str:
+    """The CUDA_VISIBLE_DEVICES of a process that is given ``devices``.
+
+    As everywhere in CUDA a number counts the devices that ``environment`` leaves visible, whose names (``GPU-…``,
+    ``MIG-…``) are kept as they are written. ``key`` says where the devices are configured.
+
+    Raises:
+        ConfigError: a device that the environment does not leave visible.
+    """
+    if _VARIABLE not in environment:
+        return ",".join(map(str, devices))
+    visible = _visible(environment)
+    chosen = []
+    for device in devices:
+        if device not in (visible if isinstance(device, str) else range(len(visible))):
+            raise ConfigError(
+                f"{key} must be GPUs that {_VARIABLE} leaves visible to launch, got {device} and "
+                f"{_VARIABLE}={environment[_VARIABLE]}, {len(visible)} device(s); numbers count them from 0, names "
+                "must stand in it: correct devices, or the variable"
+            )
+        chosen.append(device if isinstance(device, str) else visible[device])
+    return ",".join(chosen)
+
+
+def _visible(environment: Mapping[str, str]) -> list[str]:
+    named = [word.strip() for word in environment.get(_VARIABLE, "").split(",")]
+    if "-1" in named:  # CUDA reads the list up to there
+        named = named[: named.index("-1")]
+    return [word for word in named if word]

@@ -178,6 +178,22 @@ def test_one_odd_answer_makes_no_server_a_stock_one(
     assert wait_for_servers(configure(server.url), SingleRank()) == {server.url}
 
 
+def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    warnings: list[str] = []
+    wait_for_servers(configure(server.url, sync={"on_pending": "wait"}), SingleRank(), warnings.append)
+    assert warnings == []
+    wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
+    (warning,) = warnings
+    assert warning.startswith(f"{server.url} cannot abort rollouts")
+    assert "rollout.sync.on_pending: abort needs swift-stage2 rollout" in warning
+    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving", can_abort=True)
+    server.on_get = lambda call: Answer(body=json.dumps(info.to_json()).encode())
+    wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
+    assert len(warnings) == 1
+
+
 def test_a_stock_server_needs_vllm_beside_the_learner(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

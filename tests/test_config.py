@@ -164,6 +164,19 @@ def test_refused_values_are_named_with_range_and_remedy(
         assert part in message
 
 
+def test_a_stock_server_that_launch_starts_cannot_be_asked_to_abort(tmp_path: Path) -> None:
+    data = changed("rollout.sync.on_pending", "abort")
+    message = refusal(tmp_path, data | {"launch": {"servers": [{"engine": "swift"}]}})
+    for part in (
+        "on_pending: abort needs",
+        "launch.servers[0].engine='swift'",
+        "on_pending: wait, or engine: vllm",
+    ):
+        assert part in message
+    load(tmp_path, data | {"launch": {"servers": [{"engine": "vllm"}]}})
+    load(tmp_path, data | {"launch": {"servers": []}})
+
+
 @pytest.mark.parametrize(
     ("path", "value", "parts"),
     [
@@ -239,7 +252,12 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
         ),
         ("rollout", None, "a mapping, got rollout=None; write for example rollout: {servers: …}"),
         ("swift", ["--model", "m"], "write for example swift: {name: value}"),
-        ("launch.learner.devices", [0, "1"], "an integer, got devices[1]='1'; write for example the entry 4"),
+        (
+            "launch.learner",
+            {"devices": [0, "1"]},
+            "or names GPU-… or MIG-…, got devices=[0, '1']; write numbers without quotes",
+        ),
+        ("launch.learner.devices", [0, 1.5], "an integer, got devices[1]=1.5; write for example the entry 4"),
         ("launch.learner.devices", 0, "write for example devices: [4]"),
         ("rollout.sync.on_pending", 3, "wait or abort, got on_pending=3; write for example on_pending: wait"),
         ("stage2_ab.starvation.action", "wran", "did you mean 'warn'"),

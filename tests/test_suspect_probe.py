@@ -69,7 +69,7 @@ def test_a_suspect_that_answers_is_told(server: FakeRolloutServer, probe: Suspec
 
 
 def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    with FakeRolloutServer(on_get=_silent) as other:  # its world size is never told: it does not answer
+    with FakeRolloutServer(on_get=_silent) as other:  # its workers say nothing: it does not answer
         probe.watch([server.url, other.url])
         _wait_for(probe, {server.url})
         count = len(server.calls)
@@ -98,15 +98,20 @@ def test_an_engine_that_is_not_ready_is_no_answer(
     _wait_for(probe, {server.url})
 
 
-def test_a_stock_server_must_tell_its_world_size(probe: SuspectProbe) -> None:
+def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(probe: SuspectProbe) -> None:
+    """ms-swift answers other calls from its arguments, whatever became of its workers."""
+    keys: list[str] = []
+
     def stock(call: Call) -> Answer:
+        if call.path == protocol.STATE_KEYS:
+            return _json({"keys": keys})
         return _json({"world_size": 1}) if call.path == protocol.WORLD_SIZE else Answer(status=404)
 
-    with FakeRolloutServer(on_get=_silent) as server:
+    with FakeRolloutServer(on_get=stock) as server:
         probe.watch([server.url])
-        server.wait_until(lambda: len(server.calls) >= 4)
+        server.wait_until(lambda: len(server.calls) >= 6)
         assert probe.answering() == frozenset()
-        server.on_get = stock
+        keys.append("model.embed_tokens.weight")
         _wait_for(probe, {server.url})
 
 

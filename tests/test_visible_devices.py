@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.errors import UserError
-from swift_stage2.visible_devices import require_visible_devices
+from swift_stage2.visible_devices import require_known_accelerator, require_visible_devices
 
 STAGE1 = Path(__file__).parents[1] / "swift_stage2" / "demo" / "stage1"
 
@@ -27,6 +27,45 @@ def test_what_is_there_is_taken(visible: str | None, found: int) -> None:
 def test_fewer_than_named_are_refused(visible: str, found: int) -> None:
     with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={visible} and {found} device"):
         require_visible_devices({"CUDA_VISIBLE_DEVICES": visible}, found)
+
+
+@pytest.mark.parametrize("kind", [None, "cuda"])
+def test_gpus_and_none_are_known(kind: str | None) -> None:
+    require_known_accelerator(kind)
+
+
+_NPU = """
+import torch
+
+class Npu:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", Npu)
+"""
+
+
+@pytest.mark.parametrize("words", [["train"], ["rollout"]])
+def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[str]) -> None:
+    """A machine whose torch has an NPU, as torch's own registration of one makes it."""
+    (tmp_path / "sitecustomize.py").write_text(_NPU)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"swift: {{model: {STAGE1}, output_dir: {tmp_path / 'out'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+    )
+    rollout = [str(STAGE1), "--port", "0", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", *words, *([str(config)] if words == ["train"] else rollout)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"swift-stage2 {words[0]}: error: ")
+    assert "devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU, got npu" in last
 
 
 def test_a_server_on_a_gpu_that_is_not_there_does_not_serve_from_the_cpu() -> None:

@@ -20,6 +20,7 @@ from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
+from swift_stage2.channel_b.prompt_mismatch import misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -27,7 +28,7 @@ from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
-from swift_stage2.errors import FenceShutDown, QueueClosed, SampleError
+from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.rollout_protocol import protect_from_abort
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.pacing_state import PacingState
@@ -53,6 +54,7 @@ class QuarantineReason:
     """Prefixes of quarantine messages, so that the audit can be grouped."""
 
     SAMPLE = "bad_sample"
+    PROMPT = "prompt_mismatch"
     ROLLOUT = "poisonous_request"
     TOO_SLOW = "too_slow"
 
@@ -136,6 +138,7 @@ class Pipeline:
         self._evaluation = evaluation
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
+        self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
         self._view: StepView | None = None
         self._last_version_asked = -1
         self._meter = ProductionMeter()
@@ -243,7 +246,10 @@ class Pipeline:
         """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples, requests = [], []
-        for drawn in self._source.draw(num_samples):
+        draws = self._source.draw(num_samples)
+        if self._misread.issuperset(each.key for each in draws):
+            draws += self._source.draw(1)  # they alone would make their server suspect again
+        for drawn in draws:
             try:
                 if drawn.sample is None:
                     raise drawn.error or SampleError("the row cannot be read")
@@ -304,16 +310,26 @@ class Pipeline:
             return
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
         found = list(self._preprocessor.prepare(rollouts))
-        permuting = permuting_servers(rollouts, found)
-        for server in sorted(permuting):
-            self._client.distrust(server, PERMUTED)
+        agreed = {
+            rollout.server
+            for rollout, each in zip(rollouts, found, strict=True)
+            if isinstance(each, Prepared)
+        }
+        at_fault = misreading_servers(rollouts, found, self._client.note_agreement(agreed))
+        at_fault |= dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
+        self._misread -= {rollout.sample.key for rollout in rollouts}
+        self._misread |= {rollout.sample.key for rollout in rollouts if rollout.server in at_fault}
+        for server, reason in sorted(at_fault.items()):
+            self._client.distrust(server, reason)
         for rollout, prepared in zip(rollouts, found, strict=True):
-            if rollout.server in permuting:
+            if rollout.server in at_fault:
                 self._give_up_answer(rollout, prepared)
                 continue
             self._guard.observe(rollout.truncated)
             if not isinstance(prepared, Prepared):
-                self._quarantine(rollout.sample.key, QuarantineReason.SAMPLE, str(prepared))
+                is_misread = isinstance(prepared, PromptMismatch)
+                reason = QuarantineReason.PROMPT if is_misread else QuarantineReason.SAMPLE
+                self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)
             self.last_progress_s = time.monotonic()

@@ -94,7 +94,9 @@ def _all_keys(section: type, place: str = "") -> Iterator[str]:
 
 def _convert(hint: Any, value: Any, *, root: type, place: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):  # the only unions are "or nothing"
+    if hint == int | str:
+        return _scalar(str if isinstance(value, str) else int, value, place)
+    if origin in (Union, types.UnionType):  # all others are "or nothing"
         inner = next(argument for argument in arguments if argument is not types.NoneType)
         return None if value is None else _convert(inner, value, root=root, place=place)
     if origin is tuple:
@@ -136,6 +138,7 @@ def _example(hint: Any) -> str:
     """What a value of this type looks like in the file."""
     if isinstance(hint, type) and is_dataclass(hint):
         return f"{{{fields(hint)[0].name}: …}}"
+    hint = int if hint == int | str else hint
     return _KINDS[hint][1] if hint in _KINDS else "…"
 
 

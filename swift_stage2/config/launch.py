@@ -32,8 +32,8 @@ class ServerProcess:
     """Our own server on ms-swift's transformers or vLLM engine, or ``swift``: stock ``swift rollout`` (vLLM)."""
     model: str | None = None
     """Model that the server starts with; ``swift.model`` when absent."""
-    devices: tuple[int, ...] = ()
-    """GPU numbers that it sees as CUDA_VISIBLE_DEVICES; none means CPU only."""
+    devices: tuple[int | str, ...] = ()
+    """GPUs that it sees: numbers within launch's CUDA_VISIBLE_DEVICES, or names GPU-… or MIG-…; none means CPU only."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the server's command line: name without dashes, value."""
     env: Mapping[str, Any] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class ServerProcess:
 class LearnerProcess:
     nproc_per_node: int = 1
     """Learner ranks that torchrun starts."""
-    devices: tuple[int, ...] = ()
-    """GPU numbers that the learner sees as CUDA_VISIBLE_DEVICES; none means CPU only."""
+    devices: tuple[int | str, ...] = ()
+    """GPUs that the learner sees, as a server's."""
     shutdown_timeout_s: int = 300
     """Seconds between SIGTERM and SIGKILL of the ranks: long enough to save a checkpoint."""
 
@@ -109,7 +109,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         rules.deadline("server_shutdown_timeout_s", self.server_shutdown_timeout_s)
-        owners: dict[int, str] = dict.fromkeys(self.learner.devices, "learner")
+        owners: dict[int | str, str] = dict.fromkeys(self.learner.devices, "learner")
         for index, server in enumerate(self.servers):
             for device in server.devices:
                 if device in owners:
@@ -120,9 +120,15 @@ class LaunchConfig:
                 owners[device] = f"servers[{index}]"
 
 
-def _check_devices(devices: tuple[int, ...]) -> None:
-    if any(device < 0 for device in devices) or len(set(devices)) != len(devices):
-        raise ConfigError(f"devices must be different numbers of at least 0, got devices={list(devices)}")
+def _check_devices(devices: tuple[int | str, ...]) -> None:
+    sound = [
+        device.startswith(("GPU-", "MIG-")) if isinstance(device, str) else device >= 0 for device in devices
+    ]
+    if not all(sound) or len(set(devices)) != len(devices):
+        raise ConfigError(
+            "devices must be different numbers of at least 0, or names GPU-… or MIG-…, got "
+            f"devices={list(devices)}; write numbers without quotes"
+        )
 
 
 _WRITTEN_BY_LAUNCH = {

@@ -14,8 +14,8 @@ from typing import Any
 from swift_stage2.config import rules
 from swift_stage2.config.binding import bind
 from swift_stage2.config.inequality import Inequality
-from swift_stage2.config.launch import LaunchConfig
-from swift_stage2.config.rollout import RolloutConfig
+from swift_stage2.config.launch import LaunchConfig, ServerEngine
+from swift_stage2.config.rollout import OnPending, RolloutConfig
 from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, StarvationAction
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml, write_yaml
@@ -317,8 +317,14 @@ class Stage2Config:
                 "launch.servers must be empty or have one entry for each of rollout.servers, got "
                 f"{started} launch.servers and {named} rollout.servers; add or remove entries"
             )
+        aborts = self.b_enabled and self.rollout.sync.on_pending is OnPending.ABORT
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
+            if aborts and process.engine is ServerEngine.SWIFT:
+                raise ConfigError(
+                    "rollout.sync.on_pending: abort needs servers that can abort, got a stock one at "
+                    f"launch.servers[{index}].engine={str(process.engine)!r}; write on_pending: wait, or engine: vllm"
+                )
             if process.upstream_port is None:
                 continue
             if process.upstream_port in taken:

@@ -29,7 +29,9 @@ from swift_stage2.doctor.examination import Checked, Examination
 from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
 from swift_stage2.doctor.run_directory import check_run_directory
+from swift_stage2.errors import ConfigError
 from swift_stage2.standard_output import let_go
+from swift_stage2.visible_devices import select_devices
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.data import Samples
@@ -211,8 +213,12 @@ def _examine_servers(
 
 def _take_learner_device(config: Stage2Config) -> None:
     """The model is loaded where the learner would have it, never on a server's GPU."""
-    devices = config.launch.learner.devices
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(devices[0]) if devices else ""
+    first = config.launch.learner.devices[:1]
+    try:
+        visible = select_devices(os.environ, first, "launch.learner.devices")
+    except ConfigError:
+        visible = ""  # the launch plan's row has told why
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def _show(exam: Examination, options: argparse.Namespace, status_code: int) -> None:

@@ -91,7 +91,7 @@ def _devices(config: Stage2Config) -> Outcome[None]:
     owners = {"learner": config.launch.learner.devices}
     owners |= {f"server {index}": server.devices for index, server in enumerate(config.launch.servers)}
     shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
-    named = [device for devices in owners.values() for device in devices]
+    numbers = [device for devices in owners.values() for device in devices if isinstance(device, int)]
     wants_cpu = config.swift.get("use_cpu") is True
     bare = [] if wants_cpu or config.launch.learner.devices else ["launch.learner.devices"]
     bare += [
@@ -100,9 +100,9 @@ def _devices(config: Stage2Config) -> Outcome[None]:
         if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
     num_here = _num_devices()
-    if named and max(named) >= num_here:
+    if numbers and max(numbers) >= num_here:
         return failed(
-            f"disjoint ({shown}), but this machine has {num_here} GPU(s)",
+            f"disjoint ({shown}), but this machine has {num_here} GPU(s) that are visible here",
             "name devices that exist under launch, or run the doctor on the machine that trains",
         )
     if bare and num_here:
@@ -113,17 +113,12 @@ def _devices(config: Stage2Config) -> Outcome[None]:
     return ok(f"disjoint ({shown})")
 
 
-def _device_list(devices: tuple[int, ...]) -> str:
+def _device_list(devices: tuple[int | str, ...]) -> str:
     return ",".join(map(str, devices)) or "CPU only"
 
 
 def _num_devices() -> int:
-    """Of the machine: ``launch`` sets the variable that may hide some here."""
+    """That CUDA_VISIBLE_DEVICES leaves visible here: devices under ``launch`` count these."""
     import torch
 
-    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    try:
-        return torch.cuda.device_count()
-    finally:
-        if hidden is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+    return torch.cuda.device_count()

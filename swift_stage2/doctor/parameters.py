@@ -6,26 +6,16 @@ tensors; those are compared through the known fusing, and what that leaves open 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.rollout_protocol import ServerInfo, TensorSpec
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_names import differing_names
+from swift_stage2.stock_server import ask_state_keys
 
 _NUM_SHOWN = 2
 _SAME_MODEL = "start the server with the learner's model"
-
-# The learner's name -> vLLM's, where several tensors become one.
-_FUSINGS = (
-    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.\d+\.down_proj\.weight"), ".experts.w2_weight"),
-    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
-)
-# Hugging Face and vLLM nest the same modules in other orders of these.
-_WRAPPERS = ("model.", "language_model.")
 
 
 def check_parameters(
@@ -34,9 +24,8 @@ def check_parameters(
     """Compares the learner's manifest with what the server says of itself."""
     if not info.stock:
         return compare_manifests(manifest, info.manifest)
-    reply = session.get(protocol.STATE_KEYS, Deadline(timeout_s))
-    keys = reply.get("keys") if isinstance(reply, dict) else None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or not keys:
+    keys = ask_state_keys(session, Deadline(timeout_s))
+    if not keys:
         return warning(
             "the stock server does not say which tensors it holds",
             "nothing to write; the dry sync round below shows whether it takes the learner's",
@@ -67,36 +56,19 @@ def compare_manifests(learner: Sequence[TensorSpec], server: Sequence[TensorSpec
 
 def compare_names(learner: Sequence[TensorSpec], server_keys: Sequence[str]) -> Outcome[None]:
     """vLLM's names against the learner's, fused as vLLM fuses them. Shapes and dtypes stay unknown."""
-    wanted = {vllm_name(spec.name): spec.name for spec in learner}
-    held = {_unwrapped(key) for key in server_keys}
-    homeless = sorted(name for fused, name in wanted.items() if fused not in held)
-    unfilled = sorted(held - wanted.keys())
-    tied = [name for name in (*homeless, *unfilled) if "lm_head" in name]
-    rest = [name for name in (*homeless, *unfilled) if name not in tied]
+    num_held = len(set(server_keys))
+    rest = differing_names((spec.name for spec in learner), server_keys)
     if not rest:
         return ok(
-            f"{len(learner)} tensors fill all {len(held)} of vLLM's (q, k, v and gate, up fused); shapes and dtypes "
+            f"{len(learner)} tensors fill all {num_held} of vLLM's (q, k, v and gate, up fused); shapes and dtypes "
             "cannot be asked of a stock server"
         )
-    if len(rest) > len(held) / 2:
-        return failed(f"{len(rest)} of {len(held)} names differ, {rest[0]} for one", _SAME_MODEL)
+    if len(rest) > num_held / 2:
+        return failed(f"{len(rest)} of {num_held} names differ, {rest[0]} for one", _SAME_MODEL)
     return warning(
         f"cannot be compared fully: vLLM names {len(rest)} tensor(s) otherwise, {', '.join(rest[:_NUM_SHOWN])} for one",
         "nothing to write; the dry sync round below shows whether the server takes the weights",
     )
-
-
-def vllm_name(name: str) -> str:
-    """Where vLLM keeps a tensor of the learner, without the wrapping modules in front."""
-    for pattern, fused in _FUSINGS:
-        name = pattern.sub(fused, name)
-    return _unwrapped(name)
-
-
-def _unwrapped(name: str) -> str:
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name
 
 
 def _shape(spec: TensorSpec | None) -> str:

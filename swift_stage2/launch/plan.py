@@ -18,6 +18,7 @@ from swift_stage2.config import (
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.process_tree import Command
+from swift_stage2.visible_devices import select_devices
 
 EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
@@ -100,7 +101,8 @@ def plan_launch(
     """Commands, environments and devices of all processes. ``resume``: the ranks go on from their last checkpoint.
 
     Raises:
-        ConfigError: no ``swift.output_dir``, no model for a server, or more ranks than learner devices.
+        ConfigError: no ``swift.output_dir``, no model for a server, more ranks than learner devices, or a device that
+            the environment does not leave visible or that two processes would share.
     """
     log_dir = _run_dir(config) / "logs"
     status_file = log_dir / "learner.exit_status"
@@ -115,9 +117,10 @@ def plan_launch(
     check = Command(
         name="arguments",
         argv=(sys.executable, "-m", "swift_stage2.swift_argument_names", str(config_path.absolute())),
-        environment=_environment(outer, ()),
+        environment=_environment(outer),
         grace_s=_CHECK_GRACE_S,
     )
+    _refuse_shared_devices(learner, *(server.command for server in servers))
     return LaunchPlan(
         servers=servers,
         learner=learner,
@@ -148,7 +151,7 @@ def _plan_server(
     command = Command(
         name=f"server{index}",
         argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address.host, port)),
-        environment=_environment(outer, process.devices) | own,
+        environment=_environment(outer, process.devices, f"launch.servers[{index}].devices") | own,
         grace_s=config.launch.server_shutdown_timeout_s,
     )
     return PlannedServer(
@@ -181,7 +184,7 @@ def _plan_merger(
     return Command(
         name=f"merger{index}",
         argv=(sys.executable, "-u", "-m", "swift_stage2", "merge", *as_argv(options), *flags),
-        environment=_environment(outer, ()),
+        environment=_environment(outer),
         grace_s=_MERGER_GRACE_S,
     )
 
@@ -196,9 +199,10 @@ def _server_arguments(
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
     if process.engine is ServerEngine.VLLM:
         return ["-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", model, *place, *key, *options]
-    api_key = config.rollout.api_key()
-    secret = ["--api_key", api_key] if api_key else []  # the stock server takes it from nowhere else
-    return ["-m", "swift.cli.rollout", "--model", model, *place, *secret, *options]
+    program = ["swift.cli.rollout"]
+    if config.rollout.api_key():  # which ms-swift takes as an argument only, for everyone to read
+        program = ["swift_stage2.rollout_server.stock_program", config.rollout.api_key_env]
+    return ["-m", *program, "--model", model, *place, *options]
 
 
 def _plan_learner(
@@ -219,7 +223,8 @@ def _plan_learner(
         words,
         num_ranks=num_ranks,
         shutdown_timeout_s=process.shutdown_timeout_s,
-        environment=_environment(outer, process.devices) | {EXIT_STATUS_FILE: str(status_file)},
+        environment=_environment(outer, process.devices, "launch.learner.devices")
+        | {EXIT_STATUS_FILE: str(status_file)},
     )
 
 
@@ -247,7 +252,22 @@ def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in environment.items() if key not in _FOREIGN_RANK + _FOREIGN_SIZE}
 
 
-def _environment(outer: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str]:
+def _environment(
+    outer: Mapping[str, str], devices: tuple[int | str, ...] = (), key: str = ""
+) -> dict[str, str]:
     """No devices means CPU only: whoever is given none can then never take another one's."""
-    visible = ",".join(str(device) for device in devices)
+    visible = select_devices(outer, devices, key)
     return {**outer, "CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"}
+
+
+def _refuse_shared_devices(*commands: Command) -> None:
+    """What the configuration cannot see: one device by its number and by its name."""
+    owners: dict[str, str] = {}
+    for command in commands:
+        for device in filter(None, command.environment["CUDA_VISIBLE_DEVICES"].split(",")):
+            if device in owners:
+                raise ConfigError(
+                    f"learner and servers need devices of their own, got {device} for both {owners[device]} and "
+                    f"{command.name}; correct devices under launch"
+                )
+            owners[device] = command.name

@@ -21,7 +21,7 @@ from swift_stage2.model_check import check_checkpoint, check_hub_id
 from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
-from swift_stage2.visible_devices import require_visible_devices
+from swift_stage2.visible_devices import require_known_accelerator, require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -118,6 +118,8 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
         if options.torch_dtype != "auto":
             given["torch_dtype"] = getattr(torch, options.torch_dtype)
         if options.device is None:
+            found = torch.accelerator.current_accelerator(check_available=True)
+            require_known_accelerator(found and found.type)
             require_visible_devices(os.environ, torch.cuda.device_count())
         device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
         return SwiftGenerator(options.model, device_map=device, **given)

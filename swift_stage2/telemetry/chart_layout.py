@@ -9,7 +9,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.metrics import EVALUATION_TAGS, PARSE_DROP_REASONS, PREFIX, STAGES
+from swift_stage2.telemetry.metrics import EVALUATION_TAGS, PARSE_DROP_REASONS, PREFIX, SKIP_REASONS, STAGES
 
 Charts = dict[str, Sequence[str]]
 
@@ -22,6 +22,10 @@ LAYOUT: dict[str, Charts] = {
         ),
         "share of B": ("async/b_ratio_realized",),
         "debt": ("async/b_debt",),
+        "skipped by reason": (
+            "async/b_steps_skipped_total",
+            *(f"async/skipped/{reason}_total" for reason in SKIP_REASONS),
+        ),
     },
     "Queue and freshness": {
         "ready packs": ("async/queue_depth", "async/queue_limit", "async/prefetch_success_total"),

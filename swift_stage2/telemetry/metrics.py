@@ -22,7 +22,7 @@ PARSE_DROP_REASONS = (
     "missing_label",
 )
 SKIP_REASONS = ("not_enough_packs", "truncation_guard", "servers_suspect", "pipeline_failed")
-QUARANTINE_REASONS = ("bad_sample", "poisonous_request", "too_slow")
+QUARANTINE_REASONS = ("bad_sample", "prompt_mismatch", "poisonous_request", "too_slow")
 STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
 
 
@@ -72,8 +72,9 @@ def _counter(name: str, help: str, tag: str | None = None, merge: Merge = Merge.
 
 
 def _family(name: str, members: Iterable[str], help: str, tag: str | None, merge: Merge) -> Iterator[Metric]:
+    """One counter per member; ``tag`` has a place for it."""
     for member in members:
-        member_tag = None if tag is None else f"{tag}/{member}"
+        member_tag = None if tag is None else tag.format(member)
         yield Metric(f"{name}/{member}", Kind.COUNTER, merge, f"{help}: {member}", member_tag)
 
 
@@ -85,7 +86,13 @@ METRICS: tuple[Metric, ...] = (
     _counter("steps", "optimizer steps", None, Merge.SAME),
     _counter("b_steps_wanted", "steps at which the schedule wanted channel B", None, Merge.SAME),
     _counter("b_steps_run", "steps that trained on channel B", None, Merge.SAME),
-    *_family("b_steps_skipped", SKIP_REASONS, "wanted B steps that ran channel A", None, Merge.SAME),
+    *_family(
+        "b_steps_skipped",
+        SKIP_REASONS,
+        "wanted B steps that ran channel A",
+        "async/skipped/{}_total",
+        Merge.SAME,
+    ),
     _counter("sync_rounds_committed", "rounds with at least one server proven", None, Merge.SAME),
     _counter("sync_rounds_failed", "rounds that proved no server", "async/sync_failed_total", Merge.SAME),
     _counter("sync_servers_failed", "servers that a round could not prove", None, Merge.SAME),
@@ -98,7 +105,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QUARANTINE_REASONS, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
-    *_family("objects_dropped", PARSE_DROP_REASONS, "objects dropped", "parse/dropped", Merge.SUM),
+    *_family("objects_dropped", PARSE_DROP_REASONS, "objects dropped", "parse/dropped/{}", Merge.SUM),
     _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
@@ -114,7 +121,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("packs_trained", "packs that a step trained on"),
     _counter("tokens_trained", "tokens in those packs"),
     _counter("supervised_tokens_trained", "tokens in those packs that carry a loss"),
-    *_family("stage_seconds", STAGES, "seconds in stage", "time", Merge.SUM),
+    *_family("stage_seconds", STAGES, "seconds in stage", "time/{}", Merge.SUM),
     _gauge("queue_depth", Merge.MIN, "ready packs"),
     _gauge("queue_limit", Merge.SAME, "the most packs the queue holds"),
     _gauge("ver_current", Merge.SAME, "the learner's version"),

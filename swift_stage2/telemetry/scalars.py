@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.facts import PlanFacts
 from swift_stage2.telemetry.merging import MergedMetrics
-from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, Ratio
+from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, SKIP_REASONS, Ratio
 
 
 def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
@@ -33,7 +33,7 @@ def scalars_of_plan(plan: PlanFacts) -> dict[str, float]:
     return {
         f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
         f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),
-        f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason is not None),
+        f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason == "not_enough_packs"),
     }
 
 
@@ -56,6 +56,7 @@ def _schedule(values: Mapping[str, float]) -> dict[str, float]:
     return {
         f"{PREFIX}async/b_ratio_realized": values["b_steps_run"] / values["steps"],
         f"{PREFIX}async/b_debt": values["b_steps_wanted"] - values["b_steps_run"],
+        f"{PREFIX}async/b_steps_skipped_total": sum(values[f"b_steps_skipped/{why}"] for why in SKIP_REASONS),
     }
 
 

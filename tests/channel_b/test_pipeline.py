@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +135,7 @@ class StandInClient:
         self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
         self.evaluated: list[tuple[int, ...]] = []  # rows
         self.distrusted: list[str] = []
+        self.agreeing: set[str] = set()
 
     def generate(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
@@ -153,6 +154,10 @@ class StandInClient:
 
     def distrust(self, server: str, reason: str) -> None:
         self.distrusted.append(server)
+
+    def note_agreement(self, servers: Collection[str]) -> set[str]:
+        self.agreeing |= set(servers)
+        return self.agreeing
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
         return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
@@ -559,15 +564,65 @@ def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
     assert all("bad_sample: every object needs one label and one box" in text for text in reasons[2])
 
 
-def test_a_server_with_another_prompt_is_no_reason_to_stop(make_bench: Callable[..., Bench]) -> None:
+def _misread(samples: Sequence[Sample]) -> BatchOutcome:
+    """As a server with another processor answers."""
+    return BatchOutcome(rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples))
+
+
+def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(
+    make_bench: Callable[..., Bench],
+) -> None:
     bench = make_bench()
-    bench.client.answer = lambda samples: BatchOutcome(
-        rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples)
-    )
+    bench.client.answer = _misread
     bench.observe()
     assert bench.pipeline._work_once()
-    assert {reason for _, reason, _ in bench.events.quarantines} == {QuarantineReason.SAMPLE}
-    assert all("num_server_tokens=3" in message for _, _, message in bench.events.quarantines)
+    assert bench.events.quarantines == []
+    assert bench.client.distrusted == ["http://127.0.0.1:1"]
+    bench.client.answer = bench.client.answer_all  # the server has the learner's processor now
+    bench.pipeline._work_once()
+    assert set(bench.client.calls[0]) < set(bench.client.calls[1]), "asked again first, no attempt counted"
+    assert {segment.key for segment in bench.events.segments} == set(bench.client.calls[1])
+
+
+def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+
+    def first_is_misread(samples: Sequence[Sample]) -> BatchOutcome:
+        others = bench.client.answer_all(samples[1:]).rollouts
+        return BatchOutcome(rollouts=_misread(samples[:1]).rollouts + others)
+
+    bench.client.answer = first_is_misread
+    bench.observe()
+    assert bench.pipeline._work_once()
+    ((key, reason, message),) = bench.events.quarantines
+    assert (key, reason) == (bench.client.calls[0][0], "prompt_mismatch")
+    assert "num_server_tokens=3" in message
+    assert bench.client.distrusted == []
+
+
+def test_a_sample_that_alone_condemned_its_server_is_asked_with_another_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Otherwise it would come back first, alone, and condemn a sound server for ever."""
+    bench = make_bench()
+    bad: list[SampleKey] = []
+
+    def misreads_the_first(samples: Sequence[Sample]) -> BatchOutcome:
+        bad.extend(key for key in [samples[0].key] if not bad)
+        answers = [(_misread if s.key in bad else bench.client.answer_all)([s]) for s in samples]
+        return BatchOutcome(rollouts=tuple(rollout for answer in answers for rollout in answer.rollouts))
+
+    bench.client.answer = misreads_the_first
+    bench.observe(max_prompts=1)
+    assert bench.pipeline._work_once()
+    assert (bench.client.distrusted, bench.events.quarantines) == (["http://127.0.0.1:1"], [])
+    assert bench.pipeline._work_once()
+    assert [len(call) for call in bench.client.calls] == [1, 2]
+    assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [(bad[0], "prompt_mismatch")]
+    assert len(bench.client.distrusted) == 1
+    assert len(bench.events.segments) == 1
 
 
 def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(

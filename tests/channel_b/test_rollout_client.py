@@ -502,6 +502,20 @@ def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer, fence: Inf
 # --- deadlines -----------------------------------------------------------------------------------
 
 
+def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with make_client(server.url, fence=fence) as client:
+        client.set_proven([server.url])
+        assert client.note_agreement([]) == frozenset()
+        assert client.note_agreement([server.url]) == {server.url}
+        client.set_proven([server.url])
+        assert client.note_agreement([]) == {server.url}
+        client.withdraw([server.url])
+        client.set_proven([server.url])
+        assert client.note_agreement([]) == frozenset()
+
+
 def test_a_timeout_is_not_asked_again_at_the_same_size(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event
 ) -> None:

@@ -247,6 +247,9 @@ class VirtualServer:
             self.wake()
         return 200, {}
 
+    def _state_keys(self, call: VirtualCall) -> tuple[int, Any]:
+        return 200, {"keys": [str(index) for index in range(len(BASE_WEIGHTS))]}
+
     def _nothing(self, call: VirtualCall) -> tuple[int, Any]:
         return 200, {}
 
@@ -259,6 +262,7 @@ class VirtualServer:
 _HANDLERS = {
     protocol.SERVER_INFO: "_info",
     protocol.WORLD_SIZE: "_world_size",
+    protocol.STATE_KEYS: "_state_keys",
     protocol.INFER: "_infer",
     protocol.RESET_PREFIX_CACHE: "_reset",
     protocol.RESET_ENCODER_CACHE: "_reset",

@@ -57,19 +57,68 @@ def test_every_process_sees_its_own_devices_and_nothing_of_an_outer_launcher() -
         assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "NPROC_PER_NODE"} & set(command.environment)
 
 
+@pytest.mark.parametrize(
+    ("visible", "learner", "server"),
+    [
+        ("4, 5,6", "4,5", "6"),
+        ("GPU-a,MIG-b,GPU-c", "GPU-a,MIG-b", "GPU-c"),
+        ("GPU-c,MIG-b,7", "GPU-c,MIG-b", "7"),
+        (None, "0,1", "2"),
+    ],
+)
+def test_devices_count_those_that_launch_itself_sees(visible: str | None, learner: str, server: str) -> None:
+    outer = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    plan = plan_launch(config(launch=servers({"devices": [2]})), Path("run.yaml"), outer)
+    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == learner
+    assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == server
+
+
+@pytest.mark.parametrize("visible", ["0,1,GPU-c", None])
+def test_a_device_may_be_named(visible: str | None) -> None:
+    outer = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    plan = plan_launch(config(launch=servers({"devices": ["GPU-c"]})), Path("run.yaml"), outer)
+    assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-c"
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "message"),
+    [
+        ("4,5", 2, r"launch.servers\[0\].devices must be GPUs .* got 2 and CUDA_VISIBLE_DEVICES=4,5, 2 device"),
+        ("4,5,-1,6", 2, r"4,5,-1,6, 2 device\(s\)"),
+        ("", 2, r"got 2 and CUDA_VISIBLE_DEVICES=, 0 device\(s\)"),
+        ("4,5,6", "GPU-c", "got GPU-c and CUDA_VISIBLE_DEVICES=4,5,6"),
+        ("4,GPU-c", "GPU-c", "devices of their own, got GPU-c for both learner and server0"),
+    ],
+)  # fmt: skip
+def test_a_device_that_launch_cannot_give_is_refused(visible: str, device: int | str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_launch(
+            config(launch=servers({"devices": [device]})), Path("run.yaml"), {"CUDA_VISIBLE_DEVICES": visible}
+        )
+
+
 def test_no_devices_means_no_gpu() -> None:
     plan = plan_launch(config(launch={"servers": [{}]}), Path("run.yaml"), OUTER)
     assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == ""
     assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_stock_server_gets_model_place_token_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
+@pytest.mark.parametrize(
+    ("key", "program"),
+    [
+        ("", ("swift.cli.rollout",)),
+        ("hush", ("swift_stage2.rollout_server.stock_program", "SWIFT_ROLLOUT_API_KEY")),
+    ],
+)
+def test_the_stock_server_gets_model_place_and_options_and_never_the_token(
+    monkeypatch: pytest.MonkeyPatch, key: str, program: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
     entry = {"engine": "swift", "args": {"vllm_data_parallel_size": 3, "vllm_enforce_eager": True}}
     plan = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER)
     assert plan.servers[0].command.argv[2:] == (
-        "-m", "swift.cli.rollout", "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
-        "--api_key", "hush", "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
+        "-m", *program, "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
+        "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
     )  # fmt: skip
 
 

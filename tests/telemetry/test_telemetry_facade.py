@@ -23,7 +23,9 @@ from swift_stage2.telemetry.activity import Activity, PipelineActivity
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
         ver_current ver_lag drop_stale_total drop_oldest_total quarantined_total rollout_fail_total
-        prefetch_success_total prefetch_last_progress_s_ago sync_pending sync_failed_total infer_inflight""",
+        prefetch_success_total prefetch_last_progress_s_ago sync_pending sync_failed_total infer_inflight
+        b_steps_skipped_total skipped/not_enough_packs_total skipped/truncation_guard_total
+        skipped/servers_suspect_total skipped/pipeline_failed_total""",
     "packing": "fill_ratio segments tokens",
     "match": "precision recall f1 mean_iou gated",
     "parse": """objects truncated_ratio dropped/not_an_object dropped/unexpected_key dropped/missing_box
@@ -168,7 +170,15 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     wanted = events.series("stage2_ab/async/policy_wants_b")
     assert wanted == list(enumerate([0, 1, 0, 1, 0, 1]))
     assert events.series("stage2_ab/async/step_kind_b") == list(enumerate([0, 1, 0, 0, 0, 0]))
-    assert events.series("stage2_ab/async/b_step_skipped_due_to_queue") == list(enumerate([0, 0, 0, 1, 0, 1]))
+    assert events.series("stage2_ab/async/b_step_skipped_due_to_queue") == list(enumerate([0, 0, 0, 1, 0, 0]))
+    assert events.series("stage2_ab/async/b_steps_skipped_total") == [(2, 0), (5, 2)]
+    for reason, counts in {
+        "not_enough_packs": (0, 1),
+        "truncation_guard": (0, 1),
+        "servers_suspect": (0, 0),
+    }.items():
+        series = events.series(f"stage2_ab/async/skipped/{reason}_total")
+        assert series == list(zip((2, 5), counts, strict=True))
     assert events.series("stage2_ab/async/b_debt") == [(2, 0), (5, 2)]
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})

@@ -151,6 +151,12 @@ class RolloutClient:
         logger.warning("%s is suspect, no request before a round proves it: %s", server, reason)
         self._lanes[server.rstrip("/")].trust.suspect(reason)
 
+    def note_agreement(self, servers: Collection[str]) -> frozenset[str]:
+        """Prompts of ``servers`` were the learner's. All servers of which this was ever noted since they came back."""
+        for url in servers:
+            self._lanes[url].trust.agree()
+        return frozenset(url for url, lane in self._lanes.items() if lane.trust.has_agreed)
+
     def generate(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
     ) -> BatchOutcome:

@@ -22,6 +22,18 @@ class ServerTrust:
         self._suspicion: str | None = None
         self._is_news = False
         self._settle_by: float | None = None
+        self._has_agreed = False
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
+        with self._lock:
+            return self._has_agreed
+
+    def agree(self) -> None:
+        """Its prompt for a sample is the learner's."""
+        with self._lock:
+            self._has_agreed = True
 
     @property
     def is_proven(self) -> bool:
@@ -44,6 +56,7 @@ class ServerTrust:
     def prove(self, incarnation: str | None) -> None:
         """A round proved the server. Without an ``incarnation`` the first reply's stamp names it."""
         with self._lock:
+            self._has_agreed &= self._proven  # one that returns may be another process
             self._proven = True
             self._incarnation = incarnation
             self._suspicion = None

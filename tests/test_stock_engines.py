@@ -1,0 +1,130 @@
+"""What rounds and the probe ask of a stock server with several engines, through ms-swift's own routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from stock_engines import StandInEngine, stock_server
+
+from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.bucket_handover import BucketHandover
+from swift_stage2.config import Proof
+from swift_stage2.errors import ServerFault
+from swift_stage2.round_records import RoundOrder, ServerEndpoint
+from swift_stage2.server_proof import prove_server
+from swift_stage2.server_push import ServerPush
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.stock_server import require_workers
+
+AMPLE_S = 20.0
+OLD_WEIGHTS = (9, 9)
+
+
+class Canary:
+    request: dict[str, Any] = {"messages": [{"role": "user", "content": "canary"}]}  # noqa: RUF012
+    config: dict[str, Any] = {"temperature": 0}  # noqa: RUF012
+
+    def answer(self) -> None:
+        """Known beforehand."""
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        return tuple(token_ids) == (5, 6)
+
+
+def order(*names: str) -> RoundOrder:
+    return RoundOrder(
+        round_id="round",
+        run_id="run",
+        version=1,
+        manifest=tuple(protocol.TensorSpec(name, (1,), "float32") for name in names),
+        canary=Canary(),
+        proof=Proof.AUTO,
+        api_key=None,
+        deadline=Deadline(AMPLE_S),
+    )
+
+
+def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
+    with (
+        stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
+        ServerSession(server.url) as session,
+    ):
+        return prove_server(session, order(), protocol.ServerInfo(stock=True), {}, same_dtypes=True)
+
+
+@pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])
+def test_every_engine_is_asked_the_canary(num_engines: int, tensor_parallel_size: int) -> None:
+    engines = [StandInEngine() for _ in range(num_engines)]
+    assert prove(*engines, tensor_parallel_size=tensor_parallel_size) == "canary"
+    assert all(engine.prompts == ["canary"] * tensor_parallel_size for engine in engines)
+
+
+def test_one_engine_with_old_weights_is_no_proof() -> None:
+    with pytest.raises(ServerFault, match="other tokens than the learner in 1 of 2 answers of its engines"):
+        prove(StandInEngine(), StandInEngine(OLD_WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("engines", "sound"),
+    [
+        ([StandInEngine(), StandInEngine()], True),
+        ([StandInEngine(), StandInEngine(reset=None)], False),
+        ([StandInEngine(keys=None)], False),
+        ([StandInEngine(keys=((),))], False),
+    ],
+    ids=["sound", "engine failed", "workers failed", "no parameters"],
+)
+def test_an_answer_from_arguments_is_no_sign_of_life(engines: list[StandInEngine], sound: bool) -> None:
+    with stock_server(*engines) as server, ServerSession(server.url) as session:
+        if sound:
+            require_workers(session, Deadline(AMPLE_S))
+            return
+        with pytest.raises(ServerFault, match="its engines or their workers have failed"):
+            require_workers(session, Deadline(AMPLE_S))
+
+
+class Refusing:
+    """A transport that ends the push where the names have been compared."""
+
+    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+        raise ServerFault("no group here")
+
+    def send(self, flat: Any, deadline: Deadline) -> None: ...
+
+    def is_lost(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("held", "warning"),
+    [
+        (("language_model.model.a.qkv_proj.weight", "language_model.model.b.weight"), ""),
+        (("a.qkv_proj.weight", "b.weight", "c.weight"), "got 1 names of 3 that differ, c.weight for one"),
+        (("a.qkv_proj.weight", "d.weight"), "got 2 names of 2 that differ, model.b.weight for one"),
+    ],
+)
+def test_names_are_compared_before_weights_are_sent(
+    held: tuple[str, ...], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("model.a.q_proj.weight", "model.a.k_proj.weight", "model.b.weight")
+    with stock_server(StandInEngine(keys=(held,))) as server, caplog.at_level(logging.WARNING):
+        deadline = Deadline(AMPLE_S)
+        push = ServerPush(
+            0,
+            ServerEndpoint(server.url, 1),
+            order(*names),
+            BucketHandover([0], deadline, patience_s=AMPLE_S),
+            {},
+            lambda info: Refusing(),
+            distrusted=False,
+            ours=set(),
+        )
+        push.run()
+    assert push.report is not None
+    assert push.report.error == "no group here"
+    assert [warning in record.getMessage() for record in caplog.records] == ([True] if warning else [])
