@@ -130,13 +130,14 @@ def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
-    from swift_stage2.rank_environment import check_rank_environment
+    from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
     from swift_stage2.rank_work import train_rank
 
     def work() -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
         check_rank_environment(os.environ)
+        check_gloo_address(os.environ)
         check_model(config.swift)
         _warn(config)
         return train_rank(config, config_path, resume=resume)

@@ -43,7 +43,7 @@ class RecordedTransport:
         self.asked_before: list[str] = []
         self.closed_by: str | None = None
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         self.num_rounds += 1
         self.asked_before = [call.path for call in self._server.calls]
 
@@ -141,7 +141,7 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
     transport = StockTransport(torch.device("cpu"), api_key="key")
     with ServerSession(server.url, "key") as session:
-        transport.open(session, 51216, Deadline(5.0))
+        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
     transport.close()
     last = server.calls[-1]
     assert last.path == protocol.CLOSE_COMMUNICATOR
@@ -168,5 +168,5 @@ def test_a_communicator_that_sends_nothing_is_the_learners_fault(
         ServerSession(server.url, None) as session,
         pytest.raises(WeightSyncError, match="unset VLLM_DISABLE_PYNCCL"),
     ):
-        transport.open(session, 51216, Deadline(5.0))
+        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
     transport.close()

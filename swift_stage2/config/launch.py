@@ -127,6 +127,7 @@ def _check_devices(devices: tuple[int, ...]) -> None:
 
 _WRITTEN_BY_LAUNCH = {
     "host": "rollout.servers[].base_url",
+    "group_bind": "rollout.servers[].group_bind",
     "port": "rollout.servers[].base_url",
     "model": "launch.servers[].model",
     "engine": "launch.servers[].engine",

@@ -147,7 +147,7 @@ def _plan_server(
     own = {name: str(value) for name, value in process.env.items()}
     command = Command(
         name=f"server{index}",
-        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address.host, port)),
+        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address, port)),
         environment=_environment(outer, process.devices) | own,
         grace_s=config.launch.server_shutdown_timeout_s,
     )
@@ -187,11 +187,13 @@ def _plan_merger(
 
 
 def _server_arguments(
-    config: Stage2Config, process: ServerProcess, model: str, host: str, port: int
+    config: Stage2Config, process: ServerProcess, model: str, address: ServerConfig, port: int
 ) -> list[str]:
-    place = ["--host", host, "--port", str(port)]
+    place = ["--host", address.host, "--port", str(port)]
     options = as_argv(process.args)
     key = ["--api-key-env", config.rollout.api_key_env]
+    if address.group_bind:
+        key += ["--group-bind", address.group_bind]  # the learner names it to a stock server
     if process.engine is ServerEngine.TRANSFORMERS:
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
     if process.engine is ServerEngine.VLLM:

@@ -26,7 +26,7 @@ def refuse_busy_ports(servers: Sequence[PlannedServer]) -> None:
     for server in servers:
         host = server.address.host
         refuse_busy(host, server.address.port, f"{server.key}.base_url")
-        refuse_busy(host, server.address.group_port, f"{server.key}.group_port")
+        refuse_busy(server.address.group_bind or host, server.address.group_port, f"{server.key}.group_port")
         if server.upstream_port is not None:
             key = server.key.replace("rollout.", "launch.", 1)
             refuse_busy(host, server.upstream_port, f"{key}.upstream_port")
