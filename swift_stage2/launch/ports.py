@@ -86,6 +86,17 @@ def is_quiet(port: int) -> bool:
     return True
 
 
+def is_here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine, or a name of one: whether it can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def refuse_busy(host: str, port: int, key: str) -> None:
     """Checks one port; ``key`` is the one in the configuration that names it. Raises as ``refuse_busy_ports``."""
     try:
