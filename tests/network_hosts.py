@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-INTERFACE = "net0"
-"""Of every host. Not a name that another machine's variables could hold."""
+INTERFACE = "eth0"
+"""Of every host."""
 
 _NAMES = Path("/etc/netns")  # what lies here is bound over /etc inside of a namespace: see ip-netns(8)
 _COMMAND_S = 30.0
@@ -40,6 +39,10 @@ class Host:
         """What runs ``words`` on this host."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return ["ip", "netns", "exec", self.namespace, *named, *map(str, words)]
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs there."""
+        return _processes(self.namespace)
 
     def answer_nothing_to(self, address: str) -> None:
         """As a firewall that drops: who connects from there hears nothing."""
@@ -91,17 +94,24 @@ def _write_names(host: Host, hosts: Sequence[Host], *, own_name_is_loopback: boo
 
 def _remove(namespace: str) -> None:
     """Ends what runs there, all of it started by the test, and takes the namespace away."""
-    found = subprocess.run(
-        ["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=_COMMAND_S, check=False
-    )
-    alive = []
-    for pid in found.stdout.split():
+    alive = _processes(namespace)
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            alive.append(psutil.Process(int(pid)))
-            alive[-1].send_signal(signal.SIGKILL)
+            process.kill()
     psutil.wait_procs(alive, timeout=_END_S)
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=_COMMAND_S, check=False)
     shutil.rmtree(_NAMES / namespace, ignore_errors=True)
+
+
+def _processes(namespace: str) -> list[psutil.Process]:
+    found = subprocess.run(
+        ["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+    )
+    processes = []
+    for pid in found.stdout.split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(int(pid)))
+    return processes
 
 
 def _ip(*words: str) -> None:
