@@ -20,7 +20,7 @@ from swift_stage2.background_call import BackgroundCall
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.tcp_probe import connection_error, group_remedy
+from swift_stage2.tcp_probe import connection_error, group_remedy, local_address_towards
 from swift_stage2.weight_stream import WeightStream, connect_stream
 
 _POLL_S = 0.001
@@ -122,9 +122,13 @@ class StockTransport:
             return
         self._communicator = None
         self._question = None
+        host, port = endpoint.group_host or session.host, endpoint.group_port
+        try:  # first: a worker that was asked to join would wait for minutes, deaf to every other call
+            local_address_towards(host, port)
+        except OSError as error:
+            raise _not_formed(session, host, port, error, group_remedy(error)) from error
         from vllm.distributed.utils import StatelessProcessGroup
 
-        host, port = endpoint.group_host or session.host, endpoint.group_port
         world_size = self._num_workers(session, deadline) + 1
         self._joined = session.base_url
         session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)

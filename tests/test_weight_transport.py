@@ -16,7 +16,7 @@ from fake_rollout_server import Answer, FakeRolloutServer, outputs
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
@@ -170,3 +170,17 @@ def test_a_communicator_that_sends_nothing_is_the_learners_fault(
     ):
         transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
     transport.close()
+
+
+def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(server: FakeRolloutServer) -> None:
+    """Its worker would wait for minutes, and every call to it behind that."""
+    transport = StockTransport(torch.device("cpu"))
+    endpoint = ServerEndpoint(server.url, 51216, group_host="nowhere.invalid")
+    with (
+        ServerSession(server.url) as session,
+        pytest.raises(
+            ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
+        ),
+    ):
+        transport.open(session, endpoint, Deadline(5.0))
+    assert server.calls == []
