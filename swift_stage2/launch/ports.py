@@ -114,7 +114,7 @@ def refuse_busy(host: str, port: int, key: str) -> None:
             raise ConfigError(f"port {port} of {key} must be open to this user; change {key}") from exc
         raise ConfigError(
             f"launch starts servers on this machine only, got {key} with host={host!r} ({exc}); "
-            f"change {key}, or start that server yourself and leave launch.servers empty"
+            f"change {key}, or say launch --servers-only there and launch --learner-only here"
         ) from exc
 
 

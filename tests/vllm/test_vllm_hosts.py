@@ -31,15 +31,18 @@ def test_two_ranks_train_both_channels_with_a_server_on_another_host(
         monkeypatch.setenv(name, text)
     directory = tmp_path / "run"
     with network_hosts("server", "learner") as (server, learner):
-        words = stock_arguments(HTTP_PORT) if is_stock else _ours()
+        weights = server.second_address
+        words = stock_arguments(HTTP_PORT) if is_stock else _ours(weights)
         ready = "Application startup complete" if is_stock else "serving "
+        # The learner names what a stock server binds; no member may then take the wildcard for its own address.
+        bind = {"group_bind": "0.0.0.0"} if is_stock else {}
         with running_server(server, tmp_path / "server.log", _bound_to(server, words), ready) as address:
-            two_ranks(learner, directory, rows, address)
+            two_ranks(learner, directory, rows, address, group_host=weights, **bind)
     assert_trained_on_both_channels(directory, 2, proof)
 
 
-def _ours() -> list[str]:
-    return ["-m", "swift_stage2", "rollout", *our_arguments(HTTP_PORT)]
+def _ours(weights: str) -> list[str]:
+    return ["-m", "swift_stage2", "rollout", *our_arguments(HTTP_PORT), "--group-bind", weights]
 
 
 def _bound_to(host: Host, words: list[str]) -> list[str]:
