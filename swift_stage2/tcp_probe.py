@@ -47,6 +47,7 @@ def http_remedy(error: OSError) -> str:
         host="the host of base_url",
         closed="start the server there, with a --host that this machine reaches",
         port="the port of base_url",
+        other="check scheme, host and port of base_url",
     )
 
 
@@ -58,10 +59,11 @@ def group_remedy(error: OSError) -> str:
         closed="nothing listens there: group_bind must be the address that group_host leads to, and group_port free on "
         "the server",
         port="group_port",
+        other="another program may hold group_port there: choose another one",
     )
 
 
-def _remedy(error: OSError, *, host: str, closed: str, port: str) -> str:
+def _remedy(error: OSError, *, host: str, closed: str, port: str, other: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"write {host} as a name or address that this machine knows"
     if isinstance(error, ConnectionRefusedError):
@@ -70,4 +72,4 @@ def _remedy(error: OSError, *, host: str, closed: str, port: str) -> str:
         return f"this machine has no route there, or a firewall rejects it: write {host} as an address that it reaches"
     if isinstance(error, TimeoutError):
         return f"nothing comes back: open {port} in every firewall between the two machines"
-    return f"another program may hold {port} there: choose another one"
+    return other
