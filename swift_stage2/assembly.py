@@ -33,7 +33,14 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import ControlGroup, join_control_group, together
-from swift_stage2.config import OnPending, OnPipelineFailure, Preprocessing, Stage2Config, StarvationAction
+from swift_stage2.config import (
+    OnPending,
+    OnPipelineFailure,
+    Preprocessing,
+    RolloutConfig,
+    Stage2Config,
+    StarvationAction,
+)
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
@@ -65,8 +72,8 @@ from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
 from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import Canary, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport, StreamTransport, WeightTransport
+from swift_stage2.weight_sync import Canary, WeightSync
+from swift_stage2.weight_transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -390,7 +397,7 @@ def _build_channel_b(
     )
     pipelines.append(pipeline)
     sync = WeightSync(
-        [ServerEndpoint(server.base_url, server.group_port) for server in rollout.servers],
+        endpoints_of(rollout),
         control=control,
         export=WeightExport(module),
         canary=make_canary(parts.encoder, parts.samples[0]),
@@ -462,6 +469,14 @@ def detection_task(config: Stage2Config, span: EnterSpan = untraced) -> Detectio
         same_label=matching.same_label,
         weights={group: getattr(target.weights, group.value) for group in TokenGroup},
         span=span,
+    )
+
+
+def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
+    """Where each of ``rollout.servers`` answers and takes weights."""
+    return tuple(
+        ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
+        for server in rollout.servers
     )
 
 

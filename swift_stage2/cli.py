@@ -78,6 +78,7 @@ def _run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
+        from swift_stage2.launch.plan import LaunchPart
 
         return launch(
             options.config,
@@ -85,6 +86,8 @@ def _run(arguments: list[str]) -> int:
             show=_show,
             resume=options.resume,
             verbose=options.verbose,
+            part=LaunchPart(options.part),
+            node_rank=options.node_rank,
         )
     return _train(options.config, resume=options.resume)
 
@@ -115,6 +118,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )
+    launch.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="which of the learner's hosts this is (default: launch.learner.node_rank)",
+    )
+    part = launch.add_mutually_exclusive_group()
+    part.add_argument(
+        "--servers-only",
+        dest="part",
+        action="store_const",
+        const="servers",
+        help="only the servers whose base_url is this machine's; the learner is launched elsewhere",
+    )
+    part.add_argument(
+        "--learner-only",
+        dest="part",
+        action="store_const",
+        const="learner",
+        help="only this machine's ranks of the learner; the servers are launched elsewhere",
+    )
+    launch.set_defaults(part="all")
     launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
     for command in (train, launch):
         command.add_argument(
@@ -138,13 +163,14 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
-    from swift_stage2.rank_environment import check_rank_environment
+    from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
     from swift_stage2.rank_work import train_rank
 
     def work() -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
         check_rank_environment(os.environ)
+        check_gloo_address(os.environ)
         check_model(config.swift)
         _warn(config)
         return train_rank(config, config_path, agent, resume=resume)

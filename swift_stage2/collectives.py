@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 
 from swift_stage2.background_call import BackgroundCall
 from swift_stage2.errors import Stage2Error, UserError
+from swift_stage2.tcp_probe import local_address_towards
 
 _COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 
@@ -203,7 +204,8 @@ class GlooCommunicator:
     """vLLM's ``PyNcclCommunicator`` over gloo, for a stock server without a GPU and for the learner beside it.
 
     Takes what that takes, vLLM's ``StatelessProcessGroup`` (rank, world_size, a TCPStore), and offers what
-    ms-swift uses of it. Gloo reports a lost peer as ``RuntimeError``; NCCL may not.
+    ms-swift uses of it. Gloo reports a lost peer as ``RuntimeError``; NCCL may not. Server and learner may be on two
+    hosts: each side binds its own address on the route to the other.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class GlooCommunicator:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=group.store.host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._own_address())]
         store = PrefixStore("gloo", group.store)
         self._members: Any = ProcessGroupGloo(store, self.rank, self.world_size, options)
 
@@ -229,6 +231,18 @@ class GlooCommunicator:
         """
         timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         _broadcast(self._members, tensor, src, timeout)
+
+    def _own_address(self) -> str:
+        """The learner, the highest rank, routes to the store and leaves its address there; the others route to that.
+
+        The store's own host would not do for them: it may be a wildcard, or a name that only the learner uses.
+        """
+        store = PrefixStore("gloo_address", self.group.store)
+        if self.rank < self.world_size - 1:
+            return local_address_towards(bytes(store.get("learner")).decode(), self.group.store.port)
+        address = local_address_towards(self.group.store.host, self.group.store.port)
+        store.set("learner", address)
+        return address
 
 
 def _broadcast(group: Any, tensor: torch.Tensor, root: int, timeout: datetime.timedelta) -> None:

@@ -29,14 +29,6 @@ class Canary(Protocol):
     def agrees(self, token_ids: Sequence[int]) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ServerEndpoint:
-    """Where one server answers HTTP, and the port its weight group uses."""
-
-    base_url: str
-    group_port: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOrder:
     """What one round asks of every server that takes part."""

@@ -19,6 +19,7 @@ import httpx
 from swift_stage2.cuttable_call import CuttableCall
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
 from swift_stage2.server_answer import Answer, read_answer
+from swift_stage2.tcp_probe import http_remedy
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)
@@ -182,7 +183,9 @@ class ServerCaller:
         told = f"{type(cause).__name__}: {cause}"
         match cause:
             case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
-                return self._fault(path, told, FaultKind.UNREACHABLE)
+                system = _system_error(cause)
+                remedy = f"; {http_remedy(system)}" if system is not None else ""
+                return self._fault(path, told + remedy, FaultKind.UNREACHABLE)
             case _ if cut is FaultKind.LATE or isinstance(cause, httpx.TimeoutException):
                 return self._fault(
                     path, f"no whole answer in time, got timeout_s={timeout_s:.3f}", FaultKind.LATE
@@ -194,3 +197,10 @@ class ServerCaller:
 
     def _fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
         return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """What the operating system said below httpx and what it is built on; each keeps the one before."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -18,14 +18,14 @@ import torch
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
-from swift_stage2.round_records import RoundOrder, ServerEndpoint, ServerReport
+from swift_stage2.round_records import RoundOrder, ServerReport
 from swift_stage2.server_proof import prove_server
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_names import differing_names
 from swift_stage2.stock_server import ask_state_keys, is_foreign
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 from swift_stage2.weight_bucket import WeightBucket
-from swift_stage2.weight_transport import WeightTransport
+from swift_stage2.weight_transport import ServerEndpoint, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ServerPush(threading.Thread):
                     self._compare_names(session)
         with self._phase("connect"):
             transport = self._transports.setdefault(self.server, self._make_transport(info))
-            transport.open(session, self._endpoint.group_port, order.deadline)
+            transport.open(session, self._endpoint, order.deadline)
         sent = self._send_buckets(session, transport, dtypes)
         with self._phase("acknowledge"):
             session.post(protocol.PROCESS_WEIGHTS, {}, order.deadline)

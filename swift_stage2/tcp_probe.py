@@ -1,16 +1,75 @@
-"""Whether anything listens at an address: a connection that is opened and closed, no call of any protocol."""
+"""How this machine reaches another one's port: its own address on the way, whether anything listens, and what to mend.
+
+No call of any protocol is made: a connection is opened and closed. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import socket
 from urllib.parse import urlsplit
 
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+
 
 def why_deaf(base_url: str, timeout_s: float) -> str:
-    """Why no connection to the URL's host and port opens within the time; empty when one does."""
+    """Why no connection to the URL's host and port opens within the time, and a remedy; empty when one does."""
     parts = urlsplit(base_url)
+    error = connection_error(parts.hostname or "", parts.port or 0, timeout_s)
+    return f"{error}; {http_remedy(error)}" if error else ""
+
+
+def connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
+    """What ends an attempt to connect; None when one succeeds."""
     try:
-        socket.create_connection((parts.hostname or "", parts.port or 0), timeout=timeout_s).close()
+        socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
-        return str(error)
-    return ""
+        return error
+    return None
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to ``host``; a datagram socket finds it without sending anything.
+
+    Raises:
+        OSError: the name is not known here, or there is no route.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def http_remedy(error: OSError) -> str:
+    """What to mend when a rollout server's HTTP port cannot be connected to."""
+    return _remedy(
+        error,
+        host="the host of base_url",
+        closed="start the server there, with a --host that this machine reaches",
+        port="the port of base_url",
+        other="check scheme, host and port of base_url",
+    )
+
+
+def group_remedy(error: OSError) -> str:
+    """What to mend when the port for weights cannot be connected to."""
+    return _remedy(
+        error,
+        host="rollout.servers[].group_host (by default the host of base_url)",
+        closed="nothing listens there: group_bind must be the address that group_host leads to, and group_port free on "
+        "the server",
+        port="group_port",
+        other="another program may hold group_port there: choose another one",
+    )
+
+
+def _remedy(error: OSError, *, host: str, closed: str, port: str, other: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"write {host} as a name or address that this machine knows"
+    if isinstance(error, ConnectionRefusedError):
+        return closed
+    if error.errno in _NO_ROUTE:
+        return f"this machine has no route there, or a firewall rejects it: write {host} as an address that it reaches"
+    if isinstance(error, TimeoutError):
+        return f"nothing comes back: open {port} in every firewall between the two machines"
+    return other

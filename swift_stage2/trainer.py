@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,11 +36,11 @@ from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
-from swift_stage2.config import Stage2Config, load_config  # noqa: E402
+from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.dataset_check import check_data  # noqa: E402
 from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
-from swift_stage2.errors import ConfigError, StorageFull, WeightSyncHang  # noqa: E402
+from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.round_watch import EXIT_HANG  # noqa: E402
@@ -281,7 +282,7 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     if config.swift.get("use_cpu") is not True:
         found = torch.accelerator.current_accelerator(check_available=True)
-        require_known_accelerator(found and found.type)
+        require_known_accelerator(found.type if found else None)
         require_visible_devices(os.environ, torch.cuda.device_count())
     check_model(config.swift)
     check_data(config)
@@ -295,7 +296,8 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
         arguments = parse_swift_arguments(config.swift_arguments())
         if config.b_enabled:
             keep_buffers_exact()
-        SwiftSft(arguments).main()
+        pipeline = _Pipeline(arguments)
+        pipeline.main()
     except Exception as error:  # raised again unless a hang is behind it
         if _hang_behind(error) is not None:
             return EXIT_HANG
@@ -305,7 +307,33 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
             ) from error
         raise
     leave_job()
+    _tell_of_unused_b(config, pipeline.trainer)
     return 0
+
+
+class _Pipeline(SwiftSft):  # type: ignore[misc]
+    """ms-swift's own, which does not keep its trainer."""
+
+    trainer: Stage2Trainer
+
+    def train(self, trainer: Stage2Trainer) -> Any:
+        self.trainer = trainer
+        return super().train(trainer)
+
+
+def _tell_of_unused_b(config: Stage2Config, trainer: Stage2Trainer) -> None:
+    """The run's last line, when channel B was wanted and never ran; on all ranks the same decision.
+
+    Raises:
+        ChannelBStarved: the run has trained to its end and the configuration asks to fail.
+    """
+    unused = trainer.stage2.telemetry.unused_b if trainer.stage2 is not None else ""
+    if not unused:
+        return
+    if config.stage2_ab.starvation.action is StarvationAction.FAIL and not trainer.stop_agreed:
+        raise ChannelBStarved(unused)
+    if trainer.args.process_index == 0:
+        print(f"swift-stage2 train: warning: {unused}", file=sys.stderr, flush=True)
 
 
 def _tell_of_deaf_servers(config: Stage2Config) -> None:

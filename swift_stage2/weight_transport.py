@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,20 +21,34 @@ from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_server import ask_world_size
+from swift_stage2.tcp_probe import connection_error, group_remedy, local_address_towards
 from swift_stage2.weight_stream import WeightStream, connect_stream
 
 _POLL_S = 0.001
 _CLOSE_TIMEOUT_S = 1.0
 _IS_LOST_TIMEOUT_S = 1.0
+_DIAGNOSIS_TIMEOUT_S = 2.0
 # For a group to form, whatever the round's time: packets that a firewall drops are no refusal, and training waits.
 _JOIN_TIMEOUT_S = 60.0
 _ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
 
 
+@dataclass(frozen=True, slots=True)
+class ServerEndpoint:
+    """Where one server answers HTTP, and where learner and server meet for weights."""
+
+    base_url: str
+    group_port: int
+    group_host: str | None = None
+    """The learner connects to it; by default the host of ``base_url``."""
+    group_bind: str | None = None
+    """A stock server's own address, as it binds what the learner names; by default the host of ``base_url``."""
+
+
 class WeightTransport(Protocol):
     """One way to move bytes to one server."""
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None: ...
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None: ...
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None: ...
 
@@ -50,7 +65,8 @@ class StreamTransport:
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+        host, port = endpoint.group_host or session.host, endpoint.group_port
         body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
         try:
             secret = protocol.parse_stream_secret(session.post(protocol.INIT_COMMUNICATOR, body, deadline))
@@ -58,9 +74,9 @@ class StreamTransport:
             raise ServerFault(f"{session.base_url}{protocol.INIT_COMMUNICATOR}: {error}") from error
         join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
-            self._stream = connect_stream(session.host, port, secret, join_s)
+            self._stream = connect_stream(host, port, secret, join_s)
         except OSError as error:
-            raise _not_formed(session, session.host, port, error) from error
+            raise _not_formed(session, host, port, error, group_remedy(error)) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._stream is None:
@@ -102,17 +118,22 @@ class StockTransport:
         self._stream: Any = None
         self._joined: str | None = None  # base URL of the server that was asked to join
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         if self._communicator is not None and not self.is_lost() and self._question is None:
             return
         self._communicator = None
         self._question = None
-        host, world_size = session.host, ask_world_size(session, deadline) + 1
+        host, port = endpoint.group_host or session.host, endpoint.group_port
+        try:  # first: a worker that was asked to join would wait for minutes, deaf to every other call
+            local_address_towards(host, port)
+        except OSError as error:
+            raise _not_formed(session, host, port, error, group_remedy(error)) from error
+        world_size = ask_world_size(session, deadline) + 1
         from vllm.distributed.utils import StatelessProcessGroup
 
         self._joined = session.base_url
         session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
-        body = {"host": host, "port": port, "world_size": world_size}
+        body = {"host": endpoint.group_bind or session.host, "port": port, "world_size": world_size}
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
 
@@ -130,7 +151,7 @@ class StockTransport:
             joining = BackgroundCall(join, "joining the weight group")
             self._communicator = joining.result_within(join_s)
         except (RuntimeError, OSError) as error:
-            raise _not_formed(session, host, port, error) from error
+            raise _not_formed(session, host, port, error, _remedy_for_group(host, port)) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._communicator is None:
@@ -215,8 +236,18 @@ class StockTransport:
             raise ServerFault("the server did not take the weights by the deadline")
 
 
-def _not_formed(session: ServerSession, host: str, port: int, error: Exception) -> ServerFault:
+def _remedy_for_group(host: str, port: int) -> str:
+    """vLLM's store and what it carries raise without saying what failed; a connection of our own does say it."""
+    error = connection_error(host, port, _DIAGNOSIS_TIMEOUT_S)
+    if error is not None:
+        return group_remedy(error)
+    return (
+        "its store answers there, so what learner and workers open beside it does not form: let a firewall pass every "
+        "TCP port between the two machines, and name the right interface in NCCL_SOCKET_IFNAME on both where it is NCCL"
+    )
+
+
+def _not_formed(session: ServerSession, host: str, port: int, error: Exception, remedy: str) -> ServerFault:
     return ServerFault(
-        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts, is "
-        f"group_port={port} free on the server and open in every firewall?"
+        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts: {remedy}"
     )

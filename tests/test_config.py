@@ -121,6 +121,16 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.servers", [{"base_url": "http://h:99999"}], ["base_url='http://h:99999'"]),
         ("rollout.servers", [{"group_port": 5}], ["rollout.servers[0].base_url is required"]),
         ("rollout.servers", [{"base_url": "http://h:1", "group_port": 1}], ["group_port=1", "must differ"]),
+        (
+            "rollout.servers",
+            [{"base_url": "http://h:1", "group_host": "tcp://h"}],
+            ["group_host='tcp://h'", "without scheme and port"],
+        ),
+        (
+            "rollout.servers",
+            [{"base_url": "http://h:1", "group_bind": "10.0.0.5:7"}],
+            ["group_bind='10.0.0.5:7'", "without scheme and port"],
+        ),
         ("rollout.servers", [{"base_url": "http://h:1"}] * 2,
          ["port 1 of host h for both servers[0].base_url and servers[1].base_url"]),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swift_stage2.errors import UserError
-from swift_stage2.rank_environment import check_rank_environment
+from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
 
 WHOLE = {
     "RANK": "1",
@@ -41,3 +41,18 @@ def test_no_number_is_named(name: str, value: str) -> None:
         UserError, match=rf"{name} in the environment must be a whole number, got {name}='{value}'"
     ):
         check_rank_environment(WHOLE | {name: value})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        WHOLE,
+        WHOLE | {"LOCAL_WORLD_SIZE": "1"},  # two torchruns on this machine
+        WHOLE | {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"},
+        WHOLE | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"},
+    ],
+)
+def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, str]) -> None:
+    """What happens there is shown on hosts of their own: ``test_several_hosts``."""
+    check_gloo_address(environment)

@@ -59,7 +59,7 @@ class Transport:
         self.sent: list[torch.Tensor] = []
         self.closed = False
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None: ...
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None: ...
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         self._on_send(len(self.sent))

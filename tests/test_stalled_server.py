@@ -225,7 +225,7 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
         ):
             if store_check is not None:
                 communicators[-1].group.store.check = store_check
-            transport.open(session, 51216, Deadline(5.0))
+            transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
             assert len(communicators) == expected
         joins = [call.path for call in server.calls if call.path == protocol.INIT_COMMUNICATOR]
         closes = [call.path for call in server.calls if call.path == protocol.CLOSE_COMMUNICATOR]

@@ -43,7 +43,7 @@ class RecordedTransport:
         self.asked_before: list[str] = []
         self.closed_by: str | None = None
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         self.num_rounds += 1
         self.asked_before = [call.path for call in self._server.calls]
 
@@ -141,7 +141,7 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
     transport = StockTransport(torch.device("cpu"), api_key="key")
     with ServerSession(server.url, "key") as session:
-        transport.open(session, 51216, Deadline(5.0))
+        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
     transport.close()
     last = server.calls[-1]
     assert last.path == protocol.CLOSE_COMMUNICATOR
@@ -168,13 +168,28 @@ def test_a_communicator_that_sends_nothing_is_the_learners_fault(
         ServerSession(server.url, None) as session,
         pytest.raises(WeightSyncError, match="unset VLLM_DISABLE_PYNCCL"),
     ):
-        transport.open(session, 51216, Deadline(5.0))
+        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
     transport.close()
 
 
 @pytest.mark.parametrize("size", ["true", "100000000000", "0"])
 def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServer, size: str) -> None:
     server.on_get = lambda call: Answer(body=f'{{"world_size": {size}}}'.encode())
+    endpoint = ServerEndpoint(server.url, 51216)
     with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
-        StockTransport(torch.device("cpu")).open(session, 51216, Deadline(5.0))
+        StockTransport(torch.device("cpu")).open(session, endpoint, Deadline(5.0))
     assert [call.path for call in server.calls] == [protocol.WORLD_SIZE]
+
+
+def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(server: FakeRolloutServer) -> None:
+    """Its worker would wait for minutes, and every call to it behind that."""
+    transport = StockTransport(torch.device("cpu"))
+    endpoint = ServerEndpoint(server.url, 51216, group_host="nowhere.invalid")
+    with (
+        ServerSession(server.url) as session,
+        pytest.raises(
+            ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
+        ),
+    ):
+        transport.open(session, endpoint, Deadline(5.0))
+    assert server.calls == []

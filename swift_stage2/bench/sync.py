@@ -33,8 +33,8 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.output_directory import claim_directory
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
-from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport, StreamTransport, WeightTransport
+from swift_stage2.weight_sync import RoundOutcome, WeightSync
+from swift_stage2.weight_transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 BUDGET = 1.3
 BUDGET_FROM_MIB = 100
@@ -54,8 +54,8 @@ class TimedTransport:
         self._inner = inner
         self._add = add
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
-        self._inner.open(session, port, deadline)
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+        self._inner.open(session, endpoint, deadline)
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         started = time.perf_counter()

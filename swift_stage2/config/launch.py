@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -66,7 +66,13 @@ class ServerProcess:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerProcess:
     nproc_per_node: int = 1
-    """Learner ranks that torchrun starts."""
+    """Learner ranks that torchrun starts on each of its hosts."""
+    nnodes: int = 1
+    """Hosts of the learner, each with a ``launch --learner-only`` of its own."""
+    node_rank: int = 0
+    """Which of them this is, from 0; ``launch --node-rank`` overrides it, so that one file serves all."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
     devices: tuple[int | str, ...] = ()
     """GPUs that the learner sees, as a server's."""
     shutdown_timeout_s: int = 300
@@ -74,12 +80,37 @@ class LearnerProcess:
 
     def __post_init__(self) -> None:
         rules.at_least("nproc_per_node", self.nproc_per_node, 1)
+        rules.at_least("nnodes", self.nnodes, 1)
+        self.check_node_rank(self.node_rank)
+        self._check_rendezvous()
         rules.deadline("shutdown_timeout_s", self.shutdown_timeout_s)
         _check_devices(self.devices)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
                 "nproc_per_node must be at most the number of devices, got "
                 f"nproc_per_node={self.nproc_per_node} devices={list(self.devices)}"
+            )
+
+    def check_node_rank(self, node_rank: int) -> None:
+        """Raises ConfigError unless it is one of the learner's hosts."""
+        if not 0 <= node_rank < self.nnodes:
+            raise ConfigError(
+                f"node_rank must be at least 0 and below nnodes, got node_rank={node_rank} nnodes={self.nnodes}; write "
+                "launch.learner.nnodes, or another --node-rank"
+            )
+
+    def _check_rendezvous(self) -> None:
+        endpoint = self.rdzv_endpoint
+        if (endpoint is None) != (self.nnodes == 1):
+            raise ConfigError(
+                f"nnodes above 1 and rdzv_endpoint go together, got nnodes={self.nnodes} rdzv_endpoint={endpoint!r}; "
+                "write both or neither"
+            )
+        host, _, port = (endpoint or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ConfigError(
+                f"rdzv_endpoint must be HOST:PORT of the learner's host 0, got rdzv_endpoint={endpoint!r}; write it "
+                "like rdzv_endpoint: learner-0:29400"
             )
 
 
@@ -109,15 +140,25 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         rules.deadline("server_shutdown_timeout_s", self.server_shutdown_timeout_s)
-        owners: dict[int | str, str] = dict.fromkeys(self.learner.devices, "learner")
+
+    def refuse_shared_devices(self, hosts: Sequence[str] = ()) -> None:
+        """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's; all are its by default.
+
+        Raises:
+            ConfigError: two processes on one host with the same device.
+        """
+        owners: dict[tuple[str, int | str], str] = {
+            ("", device): "learner" for device in self.learner.devices
+        }
         for index, server in enumerate(self.servers):
             for device in server.devices:
-                if device in owners:
+                place = (hosts[index] if hosts else "", device)
+                owner = owners.setdefault(place, f"servers[{index}]")
+                if owner != f"servers[{index}]":
                     raise ConfigError(
-                        f"learner and servers need devices of their own, got device {device} for both "
-                        f"{owners[device]} and servers[{index}]"
+                        f"launch: learner and servers need devices of their own, got device {device} for both "
+                        f"{owner} and servers[{index}]"
                     )
-                owners[device] = f"servers[{index}]"
 
 
 def _check_devices(devices: tuple[int | str, ...]) -> None:
@@ -133,6 +174,7 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
 
 _WRITTEN_BY_LAUNCH = {
     "host": "rollout.servers[].base_url",
+    "group_bind": "rollout.servers[].group_bind",
     "port": "rollout.servers[].base_url",
     "model": "launch.servers[].model",
     "engine": "launch.servers[].engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,7 @@ MAX_REQUESTS_PER_POST = 4096
 _FIRST_FREE_PORT = 1024
 _LAST_PORT = 65535
 _DEFAULT_GROUP_PORT = 51216
+_HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
 
 class SyncMode(StrEnum):
@@ -47,6 +49,10 @@ class ServerConfig:
     """Scheme, host and port of one server, without a path."""
     group_port: int = _DEFAULT_GROUP_PORT
     """Port on the server's host that the weight group meets at; one of its own for each server there."""
+    group_host: str | None = None
+    """Name or address that the learner connects to for weights; by default the host of ``base_url``."""
+    group_bind: str | None = None
+    """Address that the server binds for weights; by default its --host, of a stock server the host of ``base_url``."""
 
     def __post_init__(self) -> None:
         _check_base_url(self.base_url)
@@ -54,6 +60,12 @@ class ServerConfig:
             raise ConfigError(
                 f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, got group_port={self.group_port}"
             )
+        for key, host in (("group_host", self.group_host), ("group_bind", self.group_bind)):
+            if host is not None and not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"{key} must be a name or an address without scheme and port, got {key}={host!r}; write it like "
+                    f"{key}: 10.0.0.5"
+                )
         if self.group_port == self.port:
             raise ConfigError(
                 f"group_port must differ from the port of base_url, got group_port={self.group_port} "

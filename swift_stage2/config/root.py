@@ -318,6 +318,8 @@ class Stage2Config:
                 f"{started} launch.servers and {named} rollout.servers; add or remove entries"
             )
         aborts = self.b_enabled and self.rollout.sync.on_pending is OnPending.ABORT
+        hosts = [server.host for server in self.rollout.servers]
+        self.launch.refuse_shared_devices(["" if _is_loopback(host) else host for host in hosts[:started]])
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
             if aborts and process.engine is ServerEngine.SWIFT:
@@ -357,6 +359,10 @@ def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
             raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
         if isinstance(value, Mapping) and f"{place}{key}" != "swift":
             _refuse_retired(value, f"{place}{key}.")
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _plain(value: Any) -> Any:

@@ -59,7 +59,7 @@ def check_ports_free(server: ServerConfig, key: str, upstream_port: int | None =
     if upstream_port is not None:
         ports[f"{key.replace('rollout.', 'launch.', 1)}.upstream_port"] = upstream_port
     for place, port in ports.items():
-        refuse_busy(server.host, port, place)
+        refuse_busy((server.group_bind if port == server.group_port else None) or server.host, port, place)
     *first, last = map(str, ports.values())
     return ok(f"ports {', '.join(first)} and {last} are free")
 
@@ -70,7 +70,7 @@ def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outco
         return ok(
             f"port {server.group_port} is on another machine; the dry round shows whether it can be used"
         )
-    refuse_busy(server.host, server.group_port, f"{key}.group_port")
+    refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
     return ok(f"port {server.group_port} is free")
 
 

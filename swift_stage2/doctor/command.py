@@ -30,6 +30,7 @@ from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
 from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.errors import ConfigError
+from swift_stage2.launch.ports import is_here
 from swift_stage2.standard_output import let_go
 from swift_stage2.visible_devices import select_devices
 
@@ -155,10 +156,11 @@ def _examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -
     """One check per server that hands on its address once a connection can be made."""
     exam.begin_section("Addresses")
     exam.check("API key", lambda: address.check_api_key(config.rollout))
-    launched = () if live else config.launch.servers
+    launched = dict(enumerate(() if live else config.launch.servers))
     return [
+        # On another machine another launch starts it; here it is looked at as any server that runs already.
         _examine_address(
-            exam, index, server, live=live, process=launched[index] if index < len(launched) else None
+            exam, index, server, live=live, process=launched.get(index) if is_here(server.host) else None
         )
         for index, server in enumerate(config.rollout.servers)
     ]

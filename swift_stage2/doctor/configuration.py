@@ -12,7 +12,8 @@ from swift_stage2.config import Inequality, ServerEngine, Stage2Config, load_con
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.launch.plan import plan_launch
+from swift_stage2.launch.plan import LaunchPart, plan_launch
+from swift_stage2.launch.ports import is_here
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
@@ -80,11 +81,16 @@ def _deadlines(config: Stage2Config) -> Outcome[None]:
 
 
 def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
-    plan = plan_launch(config, path, os.environ)
+    launch = config.launch
+    hosts = [server.host for server in config.rollout.servers[: len(launch.servers)]]
+    is_apart = launch.learner.nnodes > 1 or not all(is_here(host) for host in hosts)
+    parts = (LaunchPart.SERVERS, LaunchPart.LEARNER) if is_apart else (LaunchPart.ALL,)
+    plan = [plan_launch(config, path, os.environ, part=part) for part in parts][-1]
     engines = [str(server.engine) for server in config.launch.servers]
     servers = ", ".join(engines) if engines else "servers are started elsewhere"
-    ranks = config.launch.learner.nproc_per_node
-    return ok(f"{servers}; {ranks} learner rank(s); logs in {plan.log_dir}")
+    ranks = launch.learner.nnodes * launch.learner.nproc_per_node
+    where = "; on several machines: launch --servers-only and --learner-only" if is_apart else ""
+    return ok(f"{servers}; {ranks} learner rank(s){where}; logs in {plan.log_dir}")
 
 
 def _devices(config: Stage2Config) -> Outcome[None]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from torch import nn
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.assembly import transport_for
+from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import RolloutConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
@@ -21,7 +21,7 @@ from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import Canary, ServerEndpoint, ServerReport, WeightSync
+from swift_stage2.weight_sync import Canary, ServerReport, WeightSync
 
 _GIVE_UP_TIMEOUT_S = 5.0
 _VERSION = 1  # of this doctor's own run
@@ -34,7 +34,7 @@ class DryRounds:
     def __init__(self, rollout: RolloutConfig, module: nn.Module, canary: Canary) -> None:
         self._rollout = rollout
         self._sync = WeightSync(
-            [ServerEndpoint(server.base_url, server.group_port) for server in rollout.servers],
+            endpoints_of(rollout),
             control=SingleRank(),
             export=WeightExport(module),
             canary=canary,
@@ -93,7 +93,10 @@ def _fix(error: str, is_stock: bool) -> str:
     known: Sequence[tuple[str, str]] = (
         ("same tensors", "start the server with the learner's model"),
         ("another run", "give every run a server of its own, or wait until the other one is over"),
-        ("weight group", "make rollout.servers[].group_port reachable and free on the server's host"),
+        (
+            "weight group",
+            "mend rollout.servers[].group_host, group_bind or group_port, or the network, as told above",
+        ),
         ("no checksums", "write rollout.sync.proof: auto"),
         ("other tokens", "start the server with the learner's model, dtype and template, and restart it"),
         ("only a canary", "write rollout.sync.proof: auto"),

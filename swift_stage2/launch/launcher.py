@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from swift_stage2.config import load_config
+from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.dataset_check import check_data
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
@@ -16,11 +16,11 @@ from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
-from swift_stage2.launch.plan import LaunchPlan, plan_launch
-from swift_stage2.launch.ports import refuse_busy_ports
+from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
+from swift_stage2.launch.ports import is_here, refuse_busy_ports
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.rank_end import end_left_in, take_room
-from swift_stage2.launch.readiness import ReadinessProbe
+from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
 from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
@@ -31,6 +31,7 @@ from swift_stage2.run_directory import starting_point
 from swift_stage2.run_lock import hold_run_directory
 
 _USER_MISTAKE = 2
+_NO_SERVER_LEFT = 1
 _CHECK_PATIENCE_S = 60.0  # it imports ms-swift, which a loaded machine does slowly
 
 
@@ -41,16 +42,19 @@ def launch(
     show: Callable[[str], None] = print,
     resume: bool = False,
     verbose: bool = True,
+    part: LaunchPart = LaunchPart.ALL,
+    node_rank: int | None = None,
 ) -> int:
-    """Runs the whole job of one configuration. Main thread only.
+    """Runs the whole job of one configuration, or this machine's part of it. Main thread only.
 
     Args:
+        part, node_rank: see ``plan_launch``.
         show: gets every line for the user.
         resume: go on from the last whole checkpoint in the run directory.
         verbose: show every line of servers and ranks, not only how the run goes.
 
     Returns:
-        The learner's exit status, or 128 + n when signal n ended the launch.
+        The learner's exit status, or 128 + n when signal n ended the launch; of servers alone 1 when all have ended.
 
     Raises:
         ConfigError: the configuration is refused, a checkpoint is missing, a port is in use, or an earlier run would
@@ -60,15 +64,29 @@ def launch(
         UserError: what a rank of the learner refused, or another run goes on in the run directory.
     """
     config = load_config(config_path)
-    plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node, resume=resume)
+    plan = plan_launch(
+        config,
+        Path(config_path),
+        os.environ,
+        nproc_per_node,
+        resume=resume,
+        part=part,
+        node_rank=node_rank,
+        is_here=is_here if part is LaunchPart.SERVERS else None,
+    )
+    if part is LaunchPart.SERVERS:
+        return _serve_this_machine(config, plan, show, verbose=verbose)
     check_model(config.swift)
     check_data(config)
     check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
-    with hold_run_directory(output_dir, "launch", os.environ):
+    with hold_run_directory(output_dir, "launch", plan.rendezvous or os.environ):
         start = starting_point(config, resume=resume)
         if start.checkpoint is not None and config.b_enabled:
-            check_world_size(str(start.checkpoint), nproc_per_node or config.launch.learner.nproc_per_node)
+            learner = config.launch.learner
+            check_world_size(
+                str(start.checkpoint), learner.nnodes * (nproc_per_node or learner.nproc_per_node)
+            )
         refuse_busy_ports(plan.servers)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
@@ -82,6 +100,22 @@ def launch(
         return status
 
 
+def _serve_this_machine(
+    config: Stage2Config, plan: LaunchPlan, show: Callable[[str], None], *, verbose: bool
+) -> int:
+    """The servers whose ``base_url`` is this machine's, until a signal comes; the learner runs elsewhere."""
+    if not plan.servers:
+        hosts = ", ".join(server.host for server in config.rollout.servers)
+        raise ConfigError(
+            "launch --servers-only starts the servers whose base_url has a host of this machine, got launch.servers "
+            f"with hosts={hosts}; write an address of this machine into rollout.servers[].base_url"
+        )
+    refuse_busy_ports(plan.servers)
+    show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
+    view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
+    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
+
+
 def run_plan(
     plan: LaunchPlan,
     api_key: str | None,
@@ -92,7 +126,8 @@ def run_plan(
     """Starts, waits, follows and ends everything that ``plan`` names; see ``launch``."""
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-        take_room(plan.exit_status_file)
+        if plan.learner is not None:
+            take_room(plan.exit_status_file)
     except OSError as exc:
         raise ConfigError(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
@@ -105,14 +140,21 @@ def run_plan(
         if plan.argument_check is not None:
             check = job.start(plan.argument_check, "checking argument names")
         if _start_servers(job, signals, servers, check):
-            _wait_until_answering(job, signals, servers, check, api_key, start_timeout_s)
-        if signals.received is None:
+            probes = [_readiness(server, plan, api_key, start_timeout_s) for server in servers]
+            _wait_until_answering(
+                job, signals, list(zip(servers, probes, strict=True)), check, start_timeout_s
+            )
+        if signals.received is None and plan.learner is None:
+            _watch_servers(job, signals, servers)
+        elif signals.received is None and plan.learner is not None:
             learner = job.start(plan.learner)
             with view or nullcontext():
                 _follow(job, signals, learner, servers, view)
         if signals.received is not None:
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
+        if plan.learner is None:
+            return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not shows_logs:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
@@ -141,22 +183,37 @@ def _start_servers(
     return False
 
 
+def _readiness(
+    server: ManagedServer, plan: LaunchPlan, api_key: str | None, start_timeout_s: float
+) -> Readiness:
+    if plan.learner is None and server.planned.is_stock:
+        return ListeningProbe(server.refuse_foreigner, start_timeout_s)
+    return ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
+
+
+def _watch_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> None:
+    """Until a signal comes, or none of them is left or coming back."""
+    job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
+    while signals.received is None and not all(server.is_gone for server in servers):
+        job.step()
+        for server in servers:
+            server.watch(job)
+    if signals.received is None:
+        job.say("no server is left on this machine; see the logs above")
+
+
 def _wait_until_answering(
     job: Job,
     signals: StopSignals,
-    servers: Sequence[ManagedServer],
+    waiting: Sequence[tuple[ManagedServer, Readiness]],
     check: ProcessTree | None,
-    api_key: str | None,
     start_timeout_s: float,
 ) -> None:
     """Until every server has answered, from the port and the process that were meant."""
     notice = WaitNotice(job.say)
     with ExitStack() as probes:
-        waiting = []
-        for server in servers:
-            probe = ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
+        for _, probe in waiting:
             probes.callback(probe.close)
-            waiting.append((server, probe))
         while waiting and signals.received is None:
             job.step()
             _refuse_arguments(job, check)
@@ -195,7 +252,7 @@ def _refuse_arguments(job: Job, check: ProcessTree | None) -> None:
         raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
 
 
-def _refuse_missing(server: ManagedServer, probe: ReadinessProbe, start_timeout_s: float) -> None:
+def _refuse_missing(server: ManagedServer, probe: Readiness, start_timeout_s: float) -> None:
     name, url, log_path = server.name, server.planned.address.base_url, server.trees[0].log_path
     if (ended := server.ended()) is not None:
         tree, status = ended

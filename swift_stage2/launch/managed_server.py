@@ -58,6 +58,11 @@ class ManagedServer:
         """Name for people."""
         return self.planned.command.name
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended and is not started again."""
+        return self._state is _State.GONE
+
     def start(self, job: Job) -> None:
         """Starts the server, and its merger. Wait for ``may_start`` first."""
         self.trees = tuple(job.start(command) for command in self.planned.commands)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
 from swift_stage2.config import (
@@ -34,11 +35,23 @@ _FOREIGN_RANK = (
     "MASTER_PORT",
 )
 _FOREIGN_SIZE = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
+_RUN_ID = "stage2"
 _CHECK_GRACE_S = 1.0
 _MERGER_GRACE_S = 10.0
 _LEAST_MERGED_BATCH = 64
 _LEAST_UPSTREAM_TIMEOUT_S = 600.0
 _KILL_MARGIN_S = 30  # torchrun needs its own time after the ranks' SIGKILL
+
+
+class LaunchPart(StrEnum):
+    """What of a configuration one ``launch`` starts."""
+
+    ALL = "all"
+    """Servers and learner, on one machine."""
+    SERVERS = "servers"
+    """The servers of the machine that it runs on."""
+    LEARNER = "learner"
+    """The learner's ranks of one of its hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +93,19 @@ class PlannedServer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts, in order. ``argument_check`` runs beside the servers' start."""
+    """Everything that ``launch`` starts, in order. ``argument_check`` runs beside the servers' start.
+
+    Without a ``learner`` there is one on other machines; ``rendezvous`` is what the ranks of all its hosts have in
+    their environment, empty when it has one host.
+    """
 
     servers: tuple[PlannedServer, ...]
-    learner: Command
+    learner: Command | None
     log_dir: Path
     exit_status_file: Path
     argument_check: Command | None = None
     restart: RestartConfig = field(default_factory=RestartConfig)
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_launch(
@@ -97,30 +115,52 @@ def plan_launch(
     nproc_per_node: int | None = None,
     *,
     resume: bool = False,
+    part: LaunchPart = LaunchPart.ALL,
+    node_rank: int | None = None,
+    is_here: Callable[[str], bool] | None = None,
 ) -> LaunchPlan:
     """Commands, environments and devices of all processes. ``resume``: the ranks go on from their last checkpoint.
 
+    Only servers whose host ``is_here`` are planned, by default all. ``node_rank``: which host of the learner this is.
+
     Raises:
-        ConfigError: no ``swift.output_dir``, no model for a server, more ranks than learner devices, or a device that
-            the environment does not leave visible or that two processes would share.
+        ConfigError: no ``swift.output_dir``, no model for a server, more ranks than learner devices, no such
+            ``node_rank``, servers and a learner of several hosts in one launch, or a device that the environment does
+            not leave visible or that two processes would share.
     """
+    process = config.launch.learner
+    node_rank = process.node_rank if node_rank is None else node_rank
+    process.check_node_rank(node_rank)
+    name = "learner" if process.nnodes == 1 else f"learner.node{node_rank}"
     log_dir = _run_dir(config) / "logs"
-    status_file = log_dir / "learner.exit_status"
+    status_file = log_dir / f"{name}.exit_status"
     outer = without_rank(environment)
-    started = zip(config.launch.servers, config.rollout.servers, strict=False) if config.b_enabled else ()
+    with_servers = config.b_enabled and part is not LaunchPart.LEARNER
+    started = zip(config.launch.servers, config.rollout.servers, strict=False) if with_servers else ()
     servers = tuple(
         _plan_server(config, index, process, address, outer)
         for index, (process, address) in enumerate(started)
+        if is_here is None or is_here(address.host)
     )
+    if part is LaunchPart.ALL and servers:
+        config.launch.refuse_shared_devices()
+        if process.nnodes > 1:
+            raise ConfigError(
+                "servers and a learner of several hosts are launched apart, got launch.learner.nnodes="
+                f"{process.nnodes}; run launch --servers-only on the servers' hosts and launch --learner-only on each "
+                "of the learner's"
+            )
     words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
-    learner = _plan_learner(config.launch.learner, words, nproc_per_node, outer, status_file)
+    learner = None
+    if part is not LaunchPart.SERVERS:
+        learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
     check = Command(
         name="arguments",
         argv=(sys.executable, "-m", "swift_stage2.swift_argument_names", str(config_path.absolute())),
         environment=_environment(outer),
         grace_s=_CHECK_GRACE_S,
     )
-    _refuse_shared_devices(learner, *(server.command for server in servers))
+    _refuse_shared_devices(*([learner] if learner else []), *(server.command for server in servers))
     return LaunchPlan(
         servers=servers,
         learner=learner,
@@ -128,6 +168,7 @@ def plan_launch(
         exit_status_file=status_file,
         argument_check=check if servers else None,
         restart=config.launch.restart,
+        rendezvous=_rendezvous(process),
     )
 
 
@@ -150,7 +191,7 @@ def _plan_server(
     own = {name: str(value) for name, value in process.env.items()}
     command = Command(
         name=f"server{index}",
-        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address.host, port)),
+        argv=(sys.executable, "-u", *_server_arguments(config, process, str(model), address, port)),
         environment=_environment(outer, process.devices, f"launch.servers[{index}].devices") | own,
         grace_s=config.launch.server_shutdown_timeout_s,
     )
@@ -190,11 +231,13 @@ def _plan_merger(
 
 
 def _server_arguments(
-    config: Stage2Config, process: ServerProcess, model: str, host: str, port: int
+    config: Stage2Config, process: ServerProcess, model: str, address: ServerConfig, port: int
 ) -> list[str]:
-    place = ["--host", host, "--port", str(port)]
+    place = ["--host", address.host, "--port", str(port)]
     options = as_argv(process.args)
     key = ["--api-key-env", config.rollout.api_key_env]
+    if address.group_bind:
+        key += ["--group-bind", address.group_bind]  # the learner names it to a stock server
     if process.engine is ServerEngine.TRANSFORMERS:
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
     if process.engine is ServerEngine.VLLM:
@@ -205,10 +248,20 @@ def _server_arguments(
     return ["-m", *program, "--model", model, *place, *options]
 
 
+def _rendezvous(process: LearnerProcess) -> dict[str, str]:
+    """What torchrun gives every rank of a static rendezvous."""
+    if process.rdzv_endpoint is None:
+        return {}
+    host, _, port = process.rdzv_endpoint.rpartition(":")
+    return {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": _RUN_ID}
+
+
 def _plan_learner(
     process: LearnerProcess,
+    name: str,
     words: Sequence[str],
     nproc_per_node: int | None,
+    node_rank: int,
     outer: Mapping[str, str],
     status_file: Path,
 ) -> Command:
@@ -218,9 +271,21 @@ def _plan_learner(
             "nproc_per_node must be at least 1 and at most the number of launch.learner.devices, got "
             f"nproc_per_node={num_ranks} devices={list(process.devices)}"
         )
+    nodes = (
+        ["--standalone"]
+        if process.rdzv_endpoint is None
+        else [
+            f"--nnodes={process.nnodes}",
+            f"--node-rank={node_rank}",
+            "--rdzv-backend=static",  # by rank: no host needs to recognise its own name in the endpoint
+            f"--rdzv-endpoint={process.rdzv_endpoint}",
+            f"--rdzv-id={_RUN_ID}",
+        ]
+    )
     return torchrun_command(
-        "learner",
+        name,
         words,
+        nodes=nodes,
         num_ranks=num_ranks,
         shutdown_timeout_s=process.shutdown_timeout_s,
         environment=_environment(outer, process.devices, "launch.learner.devices")
@@ -235,9 +300,10 @@ def torchrun_command(
     num_ranks: int,
     shutdown_timeout_s: int,
     environment: Mapping[str, str],
+    nodes: Sequence[str] = ("--standalone",),
 ) -> Command:
-    """``swift-stage2 WORDS`` in every rank of one machine."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others."""
+    torchrun = ["-m", "torch.distributed.run", *nodes, f"--nproc-per-node={num_ranks}"]
     grace = f"--shutdown-timeout={shutdown_timeout_s}"
     return Command(
         name=name,

@@ -26,7 +26,7 @@ def refuse_busy_ports(servers: Sequence[PlannedServer]) -> None:
     for server in servers:
         host = server.address.host
         refuse_busy(host, server.address.port, f"{server.key}.base_url")
-        refuse_busy(host, server.address.group_port, f"{server.key}.group_port")
+        refuse_busy(server.address.group_bind or host, server.address.group_port, f"{server.key}.group_port")
         if server.upstream_port is not None:
             key = server.key.replace("rollout.", "launch.", 1)
             refuse_busy(host, server.upstream_port, f"{key}.upstream_port")
@@ -86,6 +86,17 @@ def is_quiet(port: int) -> bool:
     return True
 
 
+def is_here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine, or a name of one: whether it can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def refuse_busy(host: str, port: int, key: str) -> None:
     """Checks one port; ``key`` is the one in the configuration that names it. Raises as ``refuse_busy_ports``."""
     try:
@@ -103,7 +114,7 @@ def refuse_busy(host: str, port: int, key: str) -> None:
             raise ConfigError(f"port {port} of {key} must be open to this user; change {key}") from exc
         raise ConfigError(
             f"launch starts servers on this machine only, got {key} with host={host!r} ({exc}); "
-            f"change {key}, or start that server yourself and leave launch.servers empty"
+            f"change {key}, or say launch --servers-only there and launch --learner-only here"
         ) from exc
 
 

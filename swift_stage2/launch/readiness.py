@@ -1,9 +1,14 @@
-"""Whether a server really answers ``/infer/``. A healthy ``/health/`` proves nothing (it outlives the engine)."""
+"""Whether a server really answers ``/infer/``, or listens. ``/health/`` proves nothing: it outlives the engine.
+
+Beside a learner of another launch a stock server is asked nothing: a request could meet a sync round and hang it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ProtocolError, ServerFault
@@ -11,6 +16,45 @@ from swift_stage2.server_session import Deadline, ServerSession
 
 _PAUSE_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
+
+
+class Readiness(Protocol):
+    """What the launcher asks of a server's start."""
+
+    last_error: str
+    refusal: str | None
+    """What no waiting mends."""
+
+    @property
+    def answered(self) -> bool: ...
+
+    @property
+    def expired(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class ListeningProbe:
+    """A server is ready when it listens, as a stock one does once its model is loaded."""
+
+    def __init__(self, listens: Callable[[], bool], timeout_s: float) -> None:
+        self.last_error = "nothing listens there"
+        self.refusal: str | None = None
+        self._listens = listens
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def answered(self) -> bool:
+        """True while it listens; raises what ``listens`` does."""
+        return self._listens()
+
+    @property
+    def expired(self) -> bool:
+        """True when the time is over."""
+        return time.monotonic() >= self._end
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class ReadinessProbe:

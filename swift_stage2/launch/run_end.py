@@ -1,7 +1,7 @@
 """What a launch that has ended left behind, in one line: where it is, how far it came, what channel B ran.
 
-Read from the last ``metrics`` record of rank 0's audit, which every learner writes when it closes; only the end of the
-file is read, because it may be large.
+Read from rank 0's audit: its last ``metrics`` record, which every learner writes when it closes, and what it may write
+after that. Only the end of the file is read, because it may be large.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ def describe_end(output_dir: Path, status: int, since: float) -> str:
     words = "finished" if status == 0 else f"ended with status {status}"
     if run_dir is None:
         return f"{words}; no audit of this run in {output_dir}"
-    record = _last_metrics(run_dir / "audit" / "rank0.jsonl")
-    numbers = {} if record is None else record["numbers"]
+    records = _last_records(run_dir / "audit" / "rank0.jsonl")
+    numbers = records["metrics"]["numbers"] if "metrics" in records else {}
     steps = f", {numbers['steps']:g} steps" if "steps" in numbers else ""
     ran = (
         f", B at {numbers['b_steps_run']:g} of {numbers['b_steps_wanted']:g} wanted"
         if numbers.get("b_steps_wanted")
         else ""
     )
-    return f"{words}{steps}{ran}; run directory {run_dir}"
+    unused = f"; warning: {records['unused_b']['cause']}" if "unused_b" in records else ""
+    return f"{words}{steps}{ran}; run directory {run_dir}{unused}"
 
 
 def newest_run(output_dir: Path, since: float) -> Path | None:
@@ -39,13 +40,17 @@ def newest_run(output_dir: Path, since: float) -> Path | None:
     return None if newest is None or written[newest] < since else newest.parent.parent
 
 
-def _last_metrics(path: Path) -> Record | None:
+def _last_records(path: Path) -> dict[str, Record]:
+    """The last ``metrics`` record, and those behind it, by kind."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
+    records: dict[str, Record] = {}
     for line in reversed(lines):
-        if b'"metrics"' in line:
-            record = record_of(line)  # None: torn by a kill, or cut by where the tail begins
-            if record is not None and record["kind"] == "metrics" and has_form(record, AUDIT_FORMS):
-                return record
-    return None
+        record = record_of(line)  # None: torn by a kill, or cut by where the tail begins
+        if record is None or not has_form(record, AUDIT_FORMS):
+            continue
+        records.setdefault(record["kind"], record)
+        if record["kind"] == "metrics":
+            break
+    return records

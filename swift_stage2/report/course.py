@@ -32,3 +32,5 @@ class Course:
     main_server_error: str | None
     post_steps: tuple[float, float] | None
     """Lower and upper decile of what a POST takes, in steps; None without POSTs."""
+    unused: str = ""
+    """Why channel B was wanted and never ran; empty when all is well."""

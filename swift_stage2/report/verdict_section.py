@@ -26,6 +26,7 @@ def verdict_section(works: Iterable[RankWork], course: Course, knobs: Knobs) -> 
     known = speed if isinstance(speed, Speed) else None
     found = findings(known, course, knobs)
     parts: list[Part | None] = [
+        Sentence(f"{course.unused[0].upper()}{course.unused[1:]}.", Tone.WARN) if course.unused else None,
         _headline(known, course) if known else Sentence(f"No speed-up can be told: {speed}.", Tone.WARN),
         _caution(known) if known else None,
         _above_bound(known) if known else None,

@@ -55,7 +55,7 @@ def serve(command: ServerCommand) -> int:
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
     engine = command.start_engine()
-    service = RolloutService(engine, command.host)
+    service = RolloutService(engine, command.group_bind or command.host)
     server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()

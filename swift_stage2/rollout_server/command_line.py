@@ -73,6 +73,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--external-plugins", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    _add_group_bind(parser)
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--max-batch-size", type=_positive, default=64)
@@ -86,6 +87,7 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
     return ServerCommand(
         host=options.host,
         port=options.port,
+        group_bind=options.group_bind,
         api_key=os.environ.get(options.api_key_env) or None,
         has_children=False,
         start_engine=lambda: _start_transformers(options),
@@ -119,7 +121,7 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
             given["torch_dtype"] = getattr(torch, options.torch_dtype)
         if options.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
-            require_known_accelerator(found and found.type)
+            require_known_accelerator(found.type if found else None)
             require_visible_devices(os.environ, torch.cuda.device_count())
         device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
         return SwiftGenerator(options.model, device_map=device, **given)
@@ -137,6 +139,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--model", help="directory or id; may also be the first argument, without --model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    _add_group_bind(parser)
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
     parser.add_argument(
         "--api-key-env", "--api_key_env", type=variable_option, default=_KEY_VARIABLE, metavar="NAME"
@@ -161,6 +164,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     return ServerCommand(
         host=options.host,
         port=options.port,
+        group_bind=options.group_bind,
         api_key=options.api_key or os.environ.get(options.api_key_env) or None,
         has_children=True,
         start_engine=lambda: _start_vllm(swift_argv, model, options.trust_remote_code),
@@ -210,6 +214,12 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def _add_group_bind(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--group-bind", metavar="ADDRESS", help="address to take weights at (default: --host)"
+    )
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:

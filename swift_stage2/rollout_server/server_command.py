@@ -25,4 +25,5 @@ class ServerCommand:
     api_key: str | None
     has_children: bool  # the engine starts processes of its own
     start_engine: Callable[[], LoadingEngine]
+    group_bind: str | None = None  # address for weights; None is ``host``
     limits: RequestLimits = field(default_factory=RequestLimits)

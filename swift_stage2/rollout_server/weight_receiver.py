@@ -6,7 +6,9 @@ from the received bytes before anything else reads them.
 
 from __future__ import annotations
 
+import errno
 import math
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -113,9 +115,16 @@ class WeightReceiver:
             listener = WeightListener(self._host, self._port)
         except (OSError, OverflowError) as error:
             self._failure = f"{type(error).__name__}: {error}"
+            is_elsewhere = (
+                isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL
+            )
+            remedy = (
+                "start the server with a --group-bind that is an address of its machine"
+                if is_elsewhere
+                else "choose a free group_port"
+            )
             raise RoundFailed(
-                f"the server cannot listen for weights on {self._host}:{self._port}: {self._failure}; "
-                "choose a free group_port"
+                f"the server cannot listen for weights on {self._host}:{self._port}: {self._failure}; {remedy}"
             ) from error
         self._own(listener)
         self._thread.start()

@@ -33,6 +33,7 @@ from swift_stage2.telemetry.spans import Trace
 from swift_stage2.telemetry.step_recorder import StepRecorder
 from swift_stage2.telemetry.storage_warning import StorageWarning
 from swift_stage2.telemetry.tensorboard import TensorBoardSink
+from swift_stage2.telemetry.unused_b import UnusedB
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Telemetry:
         self._live = live if rank == 0 else None
         b_enabled = queue_limit is not None
         self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
+        self._unused_b = UnusedB()
         self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
         self._queue_limit = queue_limit
@@ -121,6 +123,7 @@ class Telemetry:
     def record_step(self, facts: StepFacts) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
         self._recorder.step(facts)
+        self._unused_b.step(facts)
         self.record.step(facts)
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
@@ -136,6 +139,7 @@ class Telemetry:
     def record_round(self, step: int, outcome: RoundFacts, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
         self._recorder.round(step, outcome, pending_seconds)
+        self._unused_b.round(outcome)
         self._tracker.round(step, outcome)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
             told, self._round_errors[server] = self._round_errors.get(server), report.error
@@ -157,6 +161,11 @@ class Telemetry:
                 f"samples ({facts.end}); round_due: rollouts for training left it no time, lower "
                 "stage2_ab.schedule.b_ratio or raise stage2_ab.evaluation.max_round_delay_steps"
             )
+
+    @property
+    def unused_b(self) -> str:
+        """Why channel B was wanted and never ran in this process, on all ranks alike; empty when all is well."""
+        return self._unused_b.describe()
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
@@ -220,6 +229,8 @@ class Telemetry:
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
         self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
+        if self.unused_b:
+            self.audit.write("unused_b", cause=self.unused_b)
         self.audit.close()
         self.record.close()
         self.matches.close()

@@ -163,6 +163,7 @@ _server = _with(proven=_flag, error=_or_none(_text), proof=_or_none(_text), seco
 
 AUDIT_FORMS: Mapping[str, Form] = {
     "gap": _gap,
+    "unused_b": {"cause": _text},
     "start": {
         "time": _number,
         "step": _count,

@@ -12,6 +12,7 @@ import torch
 from swift_stage2.bench.faults.faulty_transport import FaultyTransport, PushFault, PushHistory
 from swift_stage2.bench.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
 from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_transport import ServerEndpoint
 
 _SESSION = cast(ServerSession, None)
 
@@ -22,7 +23,7 @@ class Real:
     def __init__(self) -> None:
         self.sent: list[list[float]] = []
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         self.sent.clear()
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
@@ -37,7 +38,7 @@ def switches(tmp_path: Path) -> Switches:
 
 
 def push(transport: FaultyTransport, *numbers: float) -> None:
-    transport.open(_SESSION, 1, Deadline(1.0))
+    transport.open(_SESSION, ServerEndpoint("http://unused", 1), Deadline(1.0))
     for number in numbers:
         transport.send(torch.tensor([number]), Deadline(1.0))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from small_disk import SmallDisk
-from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, free_port, write_config
+from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_config
 
 from swift_stage2.checkpoint_check import why_not_whole
 
@@ -144,3 +144,27 @@ def test_what_ms_swift_raises_is_named_last(tmp_path: Path, rows_file: Path) -> 
     last = done.stdout.splitlines()[-1]
     assert last.startswith("swift-stage2 launch: error: ")
     assert len(last) < 1100
+
+
+@pytest.mark.parametrize("action", ["warn", "fail"])
+def test_a_run_whose_rounds_prove_nothing_says_so_in_its_last_line(
+    tmp_path: Path, rows_file: Path, server: Server, action: str
+) -> None:
+    """However far ``starvation.grace_steps`` is."""
+    directory = tmp_path / "run"
+    path = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 4})
+    config = yaml.safe_load(path.read_text())
+    config["stage2_ab"]["starvation"] = {"action": action, "grace_steps": 1000}
+    config["rollout"]["servers"][0]["group_host"] = "127.0.0.9"  # where nothing listens
+    path.write_text(yaml.safe_dump(config))
+    done = torchrun(path, ranks=1)
+    unused = (
+        "channel B ran at none of the 2 steps that wanted it: none of 1 sync rounds proved a server, mostly: "
+        f"{server.base_url}: the weight group did not form at 127.0.0.9:{server.group_port}: "
+    )
+    if action == "warn":
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert done.stdout.splitlines()[-1].startswith(f"swift-stage2 train: warning: {unused}")
+    else:
+        assert done.returncode != 0
+        assert f"swift-stage2 train: error: ChannelBStarved: {unused}" in done.stdout

@@ -20,6 +20,7 @@ from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weight_transport import ServerEndpoint
 
 FOR_EVER = 1e6
 Weights = tuple[float, ...]
@@ -361,7 +362,7 @@ class VirtualTransport:
         self._server: VirtualServer | None = None
         self._joined: str | None = None
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         server = self._servers[session.base_url]
         if server.stock and self._server is not None and not self.is_lost():
             return

@@ -2,7 +2,8 @@
 
 usage: stand_in_launch.py '{"log_dir", "servers": [[port, argv…]…], "learner": argv, "grace_s", …}'
 
-"upstream_port": the one server listens there, behind a merger on its port. "check": argv of the argument check.
+No "learner": servers alone. "upstream_port": the one server listens there, behind a merger on its port.
+"check": argv of the argument check.
 """
 
 import json
@@ -56,7 +57,7 @@ servers = tuple(
 )
 plan = LaunchPlan(
     servers=servers,
-    learner=command("learner", spec["learner"], spec["grace_s"]),
+    learner=command("learner", spec["learner"], spec["grace_s"]) if spec["learner"] else None,
     log_dir=log_dir,
     exit_status_file=status_file,
     argument_check=command("arguments", spec["check"], 1.0) if "check" in spec else None,

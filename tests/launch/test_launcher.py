@@ -104,12 +104,12 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[RunningLaunch] = []
 
     def start(
-        *, learner: list[str], server: str | None = "serve", grace_s: float = 30.0, **spec: object
+        *, learner: list[str] | None, server: str | None = "serve", grace_s: float = 30.0, **spec: object
     ) -> RunningLaunch:
         port = spec.pop("port", None) or free_port()
         inner_port = spec.get("upstream_port", port)
         servers = [] if server is None else [[port, SERVER, str(inner_port), server]]
-        argv = learner if learner[0] == "-m" else [LEARNER, *learner]
+        argv = learner if not learner or learner[0] == "-m" else [LEARNER, *learner]
         started.append(
             RunningLaunch(tmp_path / "logs", servers=servers, learner=argv, grace_s=grace_s, **spec)
         )
@@ -152,6 +152,36 @@ def test_a_mistake_that_a_rank_told_is_told_again_as_the_last_line(launch: Launc
     running = launch(learner=["exit", "1", "2\nthe model must exist, got “x”; check it"], server="serve")
     assert running.finish() == 2
     assert running.output.splitlines()[-1] == "refused: the model must exist, got “x”; check it"
+    assert running.alive() == []
+
+
+def test_servers_alone_are_served_until_a_signal(launch: Launch) -> None:
+    running = launch(learner=None)
+    running.wait_for("all servers of this machine are up")
+    assert "server0 answers" in running.output
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.alive() == []
+
+
+def test_a_stock_server_beside_a_learner_elsewhere_is_asked_nothing(launch: Launch) -> None:
+    """A request could meet a sync round; this one would answer 500."""
+    running = launch(learner=None, server="mute", is_stock=True)
+    running.wait_for("all servers of this machine are up")
+    running.process.terminate()
+    assert running.finish() == 143
+    assert running.alive() == []
+
+
+def test_servers_alone_are_restarted_and_end_the_launch_when_none_is_left(launch: Launch) -> None:
+    restart = {"policy": "on_failure", "max_restarts": 1, "backoff_s": 0.1}
+    running = launch(learner=None, restart=restart)
+    for ready in ("all servers of this machine are up", "server0 listens again"):
+        running.wait_for(ready)
+        with suppress(httpx.TransportError):  # it ends without an answer
+            httpx.post(f"http://127.0.0.1:{running.port}/exit/", json={}, trust_env=False, timeout=DEADLINE_S)
+    assert running.finish() == 1
+    assert "no server is left on this machine" in running.output
     assert running.alive() == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.plan import EXIT_STATUS_FILE, plan_launch
+from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, plan_launch
 
 OUTER = {
     "PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8",
@@ -241,3 +241,91 @@ def test_only_a_stock_server_needs_a_quiet_port_and_a_merger_started_again_needs
     assert server == planned["merged"].command
     assert merger.argv[-1] == "--needs-weights"
     assert "--needs-weights" not in planned["merged"].commands[1].argv
+
+
+SEVERAL = {"nnodes": 2, "nproc_per_node": 8, "rdzv_endpoint": "learner-0:29400"}
+
+
+def test_one_file_gives_every_host_of_the_learner_its_ranks() -> None:
+    launch = {"servers": [{}], "learner": SEVERAL}
+    plans = [
+        plan_launch(config(launch=launch), Path("run.yaml"), OUTER, part=LaunchPart.LEARNER, node_rank=rank)
+        for rank in (None, 1)
+    ]
+    for rank, plan in enumerate(plans):
+        assert plan.servers == ()
+        assert {
+            "--nnodes=2", f"--node-rank={rank}", "--rdzv-backend=static", "--rdzv-endpoint=learner-0:29400",
+            "--nproc-per-node=8",
+        } < set(plan.learner.argv)  # fmt: skip
+        assert "--standalone" not in plan.learner.argv
+        assert plan.learner.name == f"learner.node{rank}"
+        assert plan.exit_status_file.name == f"learner.node{rank}.exit_status"
+    rendezvous = {"MASTER_ADDR": "learner-0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "stage2"}
+    assert [plan.rendezvous for plan in plans] == [rendezvous, rendezvous]
+
+
+def test_servers_alone_have_no_learner() -> None:
+    launch = {"servers": [{}], "learner": SEVERAL}
+    plan = plan_launch(config(launch=launch), Path("run.yaml"), OUTER, part=LaunchPart.SERVERS)
+    assert plan.learner is None
+    assert [server.key for server in plan.servers] == ["rollout.servers[0]"]
+
+
+def test_group_bind_reaches_servers_of_ours_alone() -> None:
+    """A stock one binds what the learner names to it."""
+    rollout = {"servers": [{"base_url": "http://127.0.0.1:8000", "group_bind": "10.0.0.5"}]}
+    for engine, expected in (("vllm", True), ("transformers", True), ("swift", False)):
+        launch = servers({"engine": engine})
+        plan = plan_launch(config(launch=launch, rollout=rollout), Path("run.yaml"), OUTER)
+        argv = plan.servers[0].command.argv
+        assert ("--group-bind" in argv and argv[argv.index("--group-bind") + 1] == "10.0.0.5") is expected
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "message"),
+    [
+        ({"servers": [{}], "learner": SEVERAL}, {}, "run launch --servers-only on the servers' hosts"),
+        ({"learner": SEVERAL}, {"node_rank": 2}, "got node_rank=2 nnodes=2"),
+        ({"learner": SEVERAL}, {"node_rank": -1}, "got node_rank=-1 nnodes=2"),
+        ({"learner": {"nnodes": 2}}, {}, "go together, got nnodes=2 rdzv_endpoint=None"),
+        ({"learner": {"rdzv_endpoint": "a:1"}}, {}, "go together, got nnodes=1 rdzv_endpoint='a:1'"),
+        ({"learner": SEVERAL | {"rdzv_endpoint": "learner-0"}}, {}, "must be HOST:PORT"),
+        ({"learner": SEVERAL | {"rdzv_endpoint": "learner-0:0"}}, {}, "must be HOST:PORT"),
+    ],
+)
+def test_hosts_of_the_learner_that_cannot_be_are_refused(
+    launch: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_launch(config(launch=launch), Path("run.yaml"), OUTER, **options)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "part", "is_refused"),
+    [
+        (("10.0.0.1", "10.0.0.2"), LaunchPart.SERVERS, False),
+        (("10.0.0.1", "10.0.0.1"), LaunchPart.SERVERS, True),
+        (("10.0.0.1",), LaunchPart.LEARNER, False),
+        (("10.0.0.1",), LaunchPart.ALL, True),  # on one machine, however it is named
+        (("127.0.0.1",), LaunchPart.LEARNER, True),
+    ],
+)
+def test_devices_are_numbered_host_by_host(
+    hosts: tuple[str, ...], part: LaunchPart, is_refused: bool
+) -> None:
+    addresses = [
+        {"base_url": f"http://{host}:{8000 + index}", "group_port": 9000 + index}
+        for index, host in enumerate(hosts)
+    ]
+    launch = servers(*({"devices": [0]} for _ in hosts))
+    launch["learner"] = {"devices": [0] if len(hosts) == 1 else [1]}
+
+    def plan() -> None:
+        plan_launch(config(launch=launch, rollout={"servers": addresses}), Path("run.yaml"), OUTER, part=part)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="need devices of their own, got device 0 for both"):
+            plan()
+    else:
+        plan()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,8 +14,9 @@ from closed_connection import leave_closed_connection
 
 from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.ports import Listener, is_quiet, listener_at, refuse_busy_ports
+from swift_stage2.launch.launcher import launch
+from swift_stage2.launch.plan import LaunchPart, PlannedServer
+from swift_stage2.launch.ports import Listener, is_here, is_quiet, listener_at, refuse_busy_ports
 from swift_stage2.launch.process_tree import Command
 
 
@@ -69,6 +71,33 @@ def test_a_port_whose_last_connection_just_closed_is_free_but_not_quiet() -> Non
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"this machine only.*host='192\.0\.2\.1'"):
         refuse_busy_ports([planned("http://192.0.2.1:8000", 8001)])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("0.0.0.0", True),
+        ("192.0.2.1", False),
+        ("nowhere.invalid", False),
+    ],
+)
+def test_a_host_is_this_machine_if_it_can_be_bound(host: str, expected: bool) -> None:
+    assert is_here(host) is expected
+
+
+def test_servers_alone_are_refused_where_none_is_this_machines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"swift: {{model: m, output_dir: {tmp_path / 'run'}}}\n"
+        "stage2_ab: {schedule: {b_ratio: 0.5}}\n"
+        "rollout: {servers: [{base_url: 'http://192.0.2.1:8000'}]}\n"
+        "launch: {servers: [{}]}\n"
+    )
+    with pytest.raises(ConfigError, match=r"got launch\.servers with hosts=192\.0\.2\.1"):
+        launch(str(path), part=LaunchPart.SERVERS)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_listener_is_known_by_its_process(busy_port: int) -> None:

@@ -120,8 +120,8 @@ class _SendsTheFirstRoundAgain(StockTransport):
     sent: list[torch.Tensor]
     again = False
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
-        super().open(session, port, deadline)
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+        super().open(session, endpoint, deadline)
         self.sent = self.sent[:] if self.again else []
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from swift_stage2.bench.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
 from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.weight_transport import WeightTransport
+from swift_stage2.weight_transport import ServerEndpoint, WeightTransport
 
 _HELD_BUCKET = 1
 _LONGEST_HOLD_S = 30.0
@@ -52,10 +52,10 @@ class FaultyTransport:
         self._history = history
         self._num_sent = 0
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         self._num_sent = 0
         self._history.begin_round()
-        self._real.open(session, port, deadline)
+        self._real.open(session, endpoint, deadline)
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         fault, number = self._switches.read(PUSH), self._num_sent

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,8 @@ class TrainingJob:
         )
         self._config_path = config_path
         self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(settings.num_ranks)]
-        command = plan.learner
-        self._tree: ProcessTree = job.start(
-            type(command)(name, command.argv, command.environment, command.grace_s)
-        )
+        assert plan.learner is not None
+        self._tree: ProcessTree = job.start(replace(plan.learner, name=name))
         self._seen: list[psutil.Process] = []
         self._watched_at = 0.0
 

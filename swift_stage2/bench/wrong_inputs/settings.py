@@ -278,7 +278,7 @@ def _between() -> Iterator[Case]:
             "a server on another machine in launch",
             f"{_SERVER}.base_url",
             "http://192.0.2.1:8000",
-            "this machine only",
+            "on several machines: launch --servers-only",
         ),
         ("devices that do not exist", "launch.servers.0.devices", [901], "but this machine has"),
     ):

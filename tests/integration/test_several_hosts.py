@@ -1,0 +1,117 @@
+"""Server and learner on hosts of their own, as network namespaces: weights travel, or a message names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_on_hosts import (
+    GROUP_PORT,
+    TESTS,
+    assert_trained_on_both_channels,
+    ended,
+    our_server,
+    start,
+    two_ranks,
+)
+from network_hosts import INTERFACE, Host, network_hosts
+from torchrun_job import write_config
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(600)]
+
+RENDEZVOUS_PORT = 29400
+
+
+def rounds(
+    learner: Host, log: Path, endpoints: Sequence[dict[str, Any]], timeout_s: float = 60.0
+) -> list[Any]:
+    """How one round to each endpoint ended, run by a learner's process on its host."""
+    words = [TESTS / "one_round.py", str(timeout_s), *(json.dumps(endpoint) for endpoint in endpoints)]
+    status, output = ended(start(learner, log, words), log)
+    assert status == 0, output[-3000:]
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_both_sides_of_a_weight_group_over_gloo_bind_an_address_of_their_own(tmp_path: Path) -> None:
+    with network_hosts("server", "learner") as (server, learner):
+        for number, bound in enumerate((server.name, "0.0.0.0")):
+            logs = [tmp_path / f"{number}-{rank}.log" for rank in range(2)]
+            port = str(GROUP_PORT + number)
+            members = [
+                start(server, logs[0], [TESTS / "gloo_member.py", "0", bound, port]),
+                start(learner, logs[1], [TESTS / "gloo_member.py", "1", server.name, port]),
+            ]
+            told = [ended(member, log, 60.0) for member, log in zip(members, logs, strict=True)]
+            assert [status for status, _ in told] == [0, 0], told
+            assert told[0][1].splitlines()[-1] == told[1][1].splitlines()[-1]
+
+
+def test_two_ranks_train_both_channels_with_our_server_on_another_host(
+    tmp_path: Path, rows_file: Path
+) -> None:
+    directory = tmp_path / "run"
+    with network_hosts("server", "learner") as (server, learner):
+        weights = server.second_address  # weights may take another network than HTTP
+        with our_server(server, tmp_path / "server.log", "--group-bind", weights) as address:
+            two_ranks(learner, directory, rows_file, address, group_host=weights)
+    assert_trained_on_both_channels(directory, 2)
+
+
+def test_a_learner_over_two_hosts_trains_with_a_server_on_a_third(tmp_path: Path, rows_file: Path) -> None:
+    directory = tmp_path / "run"
+    with network_hosts("server", "node0", "node1", own_name_is_loopback=True) as (server, *nodes):
+        with our_server(server, tmp_path / "server.log") as address:
+            path = write_config(directory, rows_file, address, b_ratio=0.5, swift={"max_steps": 16})
+            given = {"RECORD_DIR": str(tmp_path / "micro")}
+            status, output = _learner_over(nodes, tmp_path / "refused", path, **given)
+            assert status != 0
+            assert "set GLOO_SOCKET_IFNAME=" in output
+            assert f"{INTERFACE} (10.77.0.2)" in output or f"GLOO_SOCKET_IFNAME={INTERFACE}" in output
+            status, output = _learner_over(
+                nodes, tmp_path / "run", path, GLOO_SOCKET_IFNAME=INTERFACE, **given
+            )
+    assert status == 0, output[-3000:]
+    assert_trained_on_both_channels(directory, 2)
+
+
+def _learner_over(nodes: Sequence[Host], logs: Path, config: Path, **environment: str) -> tuple[int, str]:
+    """The worst status of one torchrun per host, and all output."""
+    running = []
+    for rank, node in enumerate(nodes):
+        words = [
+            "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node-rank={rank}", "--nproc-per-node=1",
+            f"--master-addr={nodes[0].address}", f"--master-port={RENDEZVOUS_PORT}",
+            "-m", "swift_stage2", "train", config,
+        ]  # fmt: skip
+        log = logs.with_suffix(f".{rank}.log")
+        running.append((start(node, log, words, **environment), log))
+    told = [ended(process, log) for process, log in running]
+    return max(abs(status) for status, _ in told), "".join(output for _, output in told)
+
+
+def test_a_message_tells_name_route_port_and_firewall_apart(tmp_path: Path) -> None:
+    with network_hosts("server", "learner") as (server, learner):
+        server.answer_nothing_to(learner.second_address)
+        with our_server(server, tmp_path / "server.log") as address:
+            endpoint = {"base_url": address.base_url, "group_port": GROUP_PORT}
+            wrong = {
+                "nowhere.invalid": "write rollout.servers[].group_host",
+                "10.99.0.1": "this machine has no route there",
+                "localhost": "nothing listens there: group_bind must be the address that group_host leads to",
+                server.second_address: "open group_port in every firewall between the two machines",
+            }
+            hosts = [*wrong, server.name]
+            told = rounds(
+                learner,
+                tmp_path / "rounds.log",
+                [endpoint | {"group_host": host} for host in hosts],
+                timeout_s=20.0,
+            )
+    for (host, remedy), report in zip(wrong.items(), told[:-1], strict=True):
+        assert not report["proven"]
+        assert f"the weight group did not form at {host}:{GROUP_PORT}" in report["error"]
+        assert remedy in report["error"], report["error"]
+    assert told[-1]["proven"], told[-1]["error"]

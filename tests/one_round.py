@@ -1,0 +1,47 @@
+"""A learner's process on a host of its own: one sync round for each endpoint that the arguments name, told as JSON.
+
+``python one_round.py TIMEOUT_S ENDPOINT …``, each endpoint the JSON of a ``ServerEndpoint``'s fields.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from live_server import load_learner
+from test_weight_sync import GenerateCanary
+
+from swift_stage2.assembly import transport_for
+from swift_stage2.collectives import SingleRank
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+
+
+def main(timeout_s: float, endpoints: list[ServerEndpoint]) -> None:
+    torch.set_num_threads(1)
+    module = load_learner(seed=1)
+    for version, endpoint in enumerate(endpoints, start=1):
+        sync = WeightSync(
+            [endpoint],
+            control=SingleRank(),
+            export=WeightExport(module),
+            canary=GenerateCanary(module),
+            make_transport=lambda info: transport_for(info, module, None),
+            run_id="run",
+            timeout_s=timeout_s,
+            bucket_mib=1,
+        )
+        report = sync.run(version, [0]).reports[0]
+        sync.close()
+        told = {
+            "proven": report.proven,
+            "error": report.error,
+            "proof": report.proof,
+            "seconds": report.seconds,
+        }
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), [ServerEndpoint(**json.loads(text)) for text in sys.argv[2:]])
