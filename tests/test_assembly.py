@@ -92,7 +92,6 @@ def _start(
         first_step=0,
         make_canary=lambda encoder, sample: None,  # type: ignore[arg-type, return-value]
         packed_loss=packed_loss,
-        half_precision=False,
         packs_per_step=1,
         logging_steps=5,
         **more,

@@ -90,6 +90,12 @@ class Encoder:
         """The end-of-turn tokens that the template puts after an answer."""
         return self._closing_ids
 
+    @property
+    def plain_token_ids(self) -> tuple[int, ...]:
+        """Tokens of text alone: neither special ones nor the places of an image."""
+        special = self._tokenizer.added_tokens_decoder
+        return tuple(token for token in range(len(self._tokenizer)) if token not in special)
+
     def request(self, sample: Sample) -> dict[str, Any]:
         """The ``/infer/`` request of a sample: its prompt and its images, base64 of the original files.
 
