@@ -130,6 +130,7 @@ def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
+    from swift_stage2.model_family import check_family
     from swift_stage2.rank_environment import check_rank_environment
     from swift_stage2.rank_work import train_rank
 
@@ -138,6 +139,7 @@ def _train(config_path: str, *, resume: bool) -> int:
         config = load_config(config_path)
         check_rank_environment(os.environ)
         check_model(config.swift)
+        check_family(config)
         _warn(config)
         return train_rank(config, config_path, resume=resume)
 

@@ -61,7 +61,9 @@ class IsolationBatches:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each batch. Ranks with other lengths would not run the model alike."""
-        return tuple(int(batch["input_ids"].numel()) for group in (*self.before, self.behind) for batch in group)
+        return tuple(
+            int(batch["input_ids"].numel()) for group in (*self.before, self.behind) for batch in group
+        )
 
 
 def isolation_batches(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> IsolationBatches:

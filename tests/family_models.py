@@ -27,7 +27,18 @@ _SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
     *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-    *("<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<ref>", "</ref>", "<box>", "</box>", "<think>", "</think>"),
+    *(
+        "<img>",
+        "</img>",
+        "<IMG_CONTEXT>",
+        "<video>",
+        "<ref>",
+        "</ref>",
+        "<box>",
+        "</box>",
+        "<think>",
+        "</think>",
+    ),
 )
 TOKEN_IDS = {token: _NUM_PLAIN_TOKENS + number for number, token in enumerate(_SPECIAL_TOKENS)}
 _VOCABULARY = -(-(_NUM_PLAIN_TOKENS + len(_SPECIAL_TOKENS)) // 64) * 64
@@ -98,7 +109,13 @@ FAMILIES = {
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",
             text={"rope_parameters": _MROPE},
-            vision={**_QWEN_VISION, "patch_size": 14, "embed_dim": 32, "hidden_size": _HIDDEN, "mlp_ratio": 2},
+            vision={
+                **_QWEN_VISION,
+                "patch_size": 14,
+                "embed_dim": 32,
+                "hidden_size": _HIDDEN,
+                "mlp_ratio": 2,
+            },
             whole=_QWEN,
         ),
         Family(
@@ -177,7 +194,9 @@ def family_template(model: Any, processor: Any, **options: Any) -> Any:
     """ms-swift's own template of the model, in mode ``train``; ``options`` are ms-swift's."""
     from swift.template import get_template
 
-    template = get_template(processor, **{"template_type": template_type(processor.model_meta.model_type), **options})
+    template = get_template(
+        processor, **{"template_type": template_type(processor.model_meta.model_type), **options}
+    )
     template.model = model
     template.set_mode("train")
     return template

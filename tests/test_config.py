@@ -126,7 +126,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         (
             "rollout.servers",
             [{"base_url": "http://h:1"}, {"base_url": "http://h:2"}],
-            ["port 51216 of host h for both servers[0].group_port and servers[1].group_port"],
+            ["port 29600 of host h for both servers[0].group_port and servers[1].group_port"],
         ),
         ("stage2_ab.channel_b.target.weights", dict.fromkeys(
             ("structure", "matched_label", "missed_label", "matched_coordinates", "missed_coordinates", "closure"), 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import make_encoder, make_task, read_rows, sample_of, tiny_model_with
+from real_model import make_encoder, make_task, read_rows, sample_of, summed_loss, tiny_model_with
 from sft_run import build_trainer
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -156,7 +156,10 @@ def _with_a_mask_of_ones(batch: Batch) -> Batch:
 
 def _with_a_mask_over_all(batch: Batch) -> Batch:
     num_tokens = batch["input_ids"].numel()
-    return {**batch, "attention_mask": torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()[None, None]}
+    return {
+        **batch,
+        "attention_mask": torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()[None, None],
+    }
 
 
 def _with_one_length(batch: Batch) -> Batch:
@@ -185,7 +188,9 @@ def _model(attn_impl: str, dtype: torch.dtype) -> Any:
     if attn_impl == "by_lengths":
         AttentionInterface.register("by_lengths", _attend_by_lengths)
         AttentionMaskInterface.register("by_lengths", lambda *args, **kwargs: None)
-    model = copy.deepcopy(tiny_model_with("eager" if attn_impl == "by_lengths" else attn_impl)).to(dtype).eval()
+    model = (
+        copy.deepcopy(tiny_model_with("eager" if attn_impl == "by_lengths" else attn_impl)).to(dtype).eval()
+    )
     if attn_impl == "by_lengths":
         model.model.language_model.set_attn_implementation("by_lengths")
     return model
@@ -208,13 +213,8 @@ def _attend_by_lengths(
 def _loss_of(model: Any, spoil: Spoil = _as_it_is) -> Callable[[Batch], float]:
     def packed_loss(batch: Batch) -> float:
         inputs = spoil({"use_cache": False, **batch})
-        labels = inputs.pop("labels")[0, 1:]
-        for name in ("loss_scale", "length"):
-            inputs.pop(name, None)
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        with torch.no_grad():
-            logits = model(**inputs).logits[0, :-1].float()
-        return float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        return summed_loss(model, inputs)
 
     return packed_loss
 
@@ -305,7 +305,9 @@ def test_rounding_that_depends_on_the_other_tokens_is_no_leak(
     check_isolation(batches, rounded)
 
 
-def test_only_content_changes_never_a_length_an_image_or_what_is_supervised(batches: IsolationBatches) -> None:
+def test_only_content_changes_never_a_length_an_image_or_what_is_supervised(
+    batches: IsolationBatches,
+) -> None:
     for group in (*batches.before, batches.behind):
         own, *others = group
         supervised = own["labels"] != -100

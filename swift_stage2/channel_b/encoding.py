@@ -70,6 +70,11 @@ class Encoder:
                 "channel B maps text to tokens by character offsets and needs a fast tokenizer, got "
                 f"tokenizer={type(self._tokenizer).__name__}; convert it with tokenizers"
             )
+        if prefix := self._template._get_response_prefix():
+            raise ConfigError(
+                "answers must begin with their list of objects, got a template that begins them with "
+                f"{prefix!r}; train a model whose template adds nothing, as Qwen3-VL's Instruct models"
+            )
         self._packing_length = packing_length
         self._closing_ids = self._find_closing_ids()
 

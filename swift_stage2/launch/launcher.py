@@ -26,6 +26,7 @@ from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.model_check import check_hub_ids, check_model
+from swift_stage2.model_family import check_family
 from swift_stage2.resume import check_world_size
 from swift_stage2.run_directory import starting_point
 from swift_stage2.run_lock import hold_run_directory
@@ -62,6 +63,7 @@ def launch(
     config = load_config(config_path)
     plan = plan_launch(config, Path(config_path), os.environ, nproc_per_node, resume=resume)
     check_model(config.swift)
+    check_family(config)
     check_data(config)
     check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
