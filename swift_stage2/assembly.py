@@ -97,7 +97,8 @@ def start_run(
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
-    ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what ``stage2_ab.evaluation`` asks.
+    ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what
+    ``stage2_ab.evaluation`` asks.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.

@@ -1,7 +1,7 @@
 """Refuses, by name and before anything starts, models whose answers channel B could not read or teach.
 
-Looks at the configuration, at the head of the checkpoint's ``config.json`` and at the first row of the data set; loads no
-ms-swift. What has no name here is found by the template itself, once it is there (``Encoder``). docs/models.md is the list.
+Looks at the configuration, at the checkpoint's ``config.json`` and at the first row of the data set; loads no ms-swift.
+What has no name here is found by the template itself, once it is there (``Encoder``). docs/models.md is the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import ConfigError
 
 _REMEDY = "train an Instruct model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, in stage 1 as well"
-_PREFIX_RULE = "answers must begin with their list of objects"
 # The last part of a path or hub id, or the part that Hugging Face's cache names after the hub id.
 _THINKING_NAME = re.compile(r"-Thinking(-FP8)?(?=/snapshots/[^/]+/?$|/?$)")
 # Architectures whose every chat template in ms-swift begins an answer with thoughts, empty ones mostly.
@@ -56,7 +55,12 @@ def check_family(config: Stage2Config) -> None:
     swift = config.swift
     for model in named_places(swift, "model"):
         architecture = _architecture(Path(model).expanduser())
-        _refuse_thoughts(swift, model, architecture)
+        if architecture in _THINKING or _THINKING_NAME.search(model):
+            named = f" ({architecture})" if architecture else ""
+            raise ConfigError(
+                "answers must begin with their list of objects, got "
+                f"model={model!r}{named}, which thinks first; {_REMEDY}"
+            )
         if swift.get("external_plugins"):
             continue  # which may give the model a template of its own
         if architecture and architecture not in _PLAIN_BOXES and _uses_placeholders(swift):
@@ -71,16 +75,6 @@ def check_family(config: Stage2Config) -> None:
                 f"experts of {_MOE} must reach a server as the learner holds them, got engine={str(engines[0])!r}, "
                 "and vLLM reads them transposed; set launch.servers[].engine: transformers, or train a dense model"
             )
-
-
-def _refuse_thoughts(swift: Mapping[str, Any], model: str, architecture: str) -> None:
-    if prefix := swift.get("response_prefix"):
-        raise ConfigError(f"{_PREFIX_RULE}, got swift.response_prefix={prefix!r}; remove it")
-    if swift.get("enable_thinking") in (True, "true", "True"):
-        raise ConfigError(f"{_PREFIX_RULE}, got swift.enable_thinking=true; remove it, or {_REMEDY}")
-    if architecture in _THINKING or _THINKING_NAME.search(model):
-        named = f" ({architecture})" if architecture else ""
-        raise ConfigError(f"{_PREFIX_RULE}, got model={model!r}{named}, which thinks first; {_REMEDY}")
 
 
 def _architecture(directory: Path) -> str:

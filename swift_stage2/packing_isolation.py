@@ -45,25 +45,26 @@ def ground_truth_segments(encoder: Encoder, task: Task, samples: Sequence[Sample
     return segments
 
 
+PackedLoss = Callable[[dict[str, Any]], float]
+"""Summed loss of one batch that ``Encoder.collate`` made, which lies on the CPU, in nats; on whatever device."""
+
+Group = Sequence[Callable[[], dict[str, Any]]]
+"""Makes packs of the same segments that supervise the same of them, one at a time: images are large.
+
+They differ in the content of the other segments only; the first one has the samples' own.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class IsolationBatches:
-    """Collated packs of the same segments; ``Encoder.collate`` says what is in one, all on the CPU.
+    """What the model is run on."""
 
-    The packs of one group supervise the same segments. They differ in the content of the other segments only; the
-    first one has the samples' own.
-    """
-
-    before: tuple[tuple[dict[str, Any], ...], ...]
-    """Groups in which content stands before what is supervised: tokens and images."""
-    behind: tuple[dict[str, Any], ...]
-    """The group in which it stands behind: tokens only, which a causal mask hides."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each batch. Ranks with other lengths would not run the model alike."""
-        return tuple(
-            int(batch["input_ids"].numel()) for group in (*self.before, self.behind) for batch in group
-        )
+    before: tuple[Group, ...]
+    """Content stands before what is supervised: tokens and images."""
+    behind: Group
+    """It stands behind: tokens only, which a causal mask hides."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment. Ranks with other lengths would not run the model alike."""
 
 
 def isolation_batches(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> IsolationBatches:
@@ -82,13 +83,14 @@ def isolation_batches(encoder: Encoder, task: Task, samples: Sequence[Sample]) -
 
 
 def collate_for_isolation(encoder: Encoder, segments: Sequence[Segment]) -> IsolationBatches:
-    """Packs of at least two segments."""
-    collate = partial(_collate_group, encoder, segments, encoder.plain_token_ids)
+    """Of at least two segments."""
+    group = partial(_group, encoder, segments, encoder.plain_token_ids)
     even, odd = range(0, len(segments), 2), range(1, len(segments), 2)
-    before = [collate(odd, even)]
+    before = [group(odd, even)]
     if len(segments) > 2:  # every border between two segments is looked at from behind it
-        before.append(collate(even[1:], odd))
-    return IsolationBatches(tuple(before), collate((0,), range(1, len(segments)), images=False))
+        before.append(group(even[1:], odd))
+    behind = group((0,), range(1, len(segments)), images=False)
+    return IsolationBatches(tuple(before), behind, tuple(segment.num_tokens for segment in segments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +108,16 @@ class IsolationChange:
         return self.seen <= _MARGIN * self.rounding
 
 
-def measure_isolation(
-    batches: IsolationBatches, packed_loss: Callable[[dict[str, Any]], float]
-) -> IsolationChange:
-    """Runs the model on every batch, as often on every rank. ``packed_loss``: summed loss of one batch on any device."""
+def measure_isolation(batches: IsolationBatches, packed_loss: PackedLoss) -> IsolationChange:
+    """Runs the model on every batch, as often on every rank; on any device and in any dtype."""
     return IsolationChange(
-        max(min(_changes(group, packed_loss)) for group in batches.before),
-        max(_changes(batches.behind, packed_loss)),
+        _largest([min(_changes(group, packed_loss)) for group in batches.before]),
+        _largest(_changes(batches.behind, packed_loss)),
     )
 
 
-def check_isolation(batches: IsolationBatches, packed_loss: Callable[[dict[str, Any]], float]) -> None:
-    """Refuses to train when packed segments see each other; for every dtype and device, as ``measure_isolation`` is.
+def check_isolation(batches: IsolationBatches, packed_loss: PackedLoss) -> None:
+    """Refuses to train when packed segments see each other; as ``measure_isolation``.
 
     Raises:
         ConfigError: a segment's loss depends on what stands before it in its pack.
@@ -149,15 +149,20 @@ def _segment(encoder: Encoder, task: Task, sample: Sample) -> Segment:
     return make_segment(empty_rollout(sample, encoder), encoder.encode_prompt(sample), encoder, task)[0]
 
 
-def _changes(group: Sequence[dict[str, Any]], packed_loss: Callable[[dict[str, Any]], float]) -> list[float]:
+def _changes(group: Group, packed_loss: PackedLoss) -> list[float]:
     """How far each loss is from the first one; all of them not a number if one is."""
-    losses = [packed_loss(batch) for batch in group]
+    losses = [packed_loss(make()) for make in group]
     if not all(map(math.isfinite, losses)):
         return [math.nan] * (len(losses) - 1)
     return [abs(loss - losses[0]) for loss in losses[1:]]
 
 
-def _collate_group(
+def _largest(changes: Sequence[float]) -> float:
+    """Not a number if one is none."""
+    return max(changes, key=lambda change: (math.isnan(change), change))
+
+
+def _group(
     encoder: Encoder,
     segments: Sequence[Segment],
     plain: Sequence[int],
@@ -165,18 +170,20 @@ def _collate_group(
     exchanged: Collection[int],
     *,
     images: bool = True,
-) -> tuple[dict[str, Any], ...]:
+) -> Group:
     own = [_supervise(segment, number in supervised) for number, segment in enumerate(segments)]
-    others = (
-        [
-            _exchange(segment, plain, seed=f"{number} {content}", images=images)
-            if number in exchanged
-            else segment
-            for number, segment in enumerate(own)
-        ]
-        for content in range(_NUM_CONTENTS)
-    )
-    return tuple(map(encoder.collate, (own, *others)))
+
+    def other(content: int) -> dict[str, Any]:
+        return encoder.collate(
+            [
+                _exchange(segment, plain, seed=f"{number} {content}", images=images)
+                if number in exchanged
+                else segment
+                for number, segment in enumerate(own)
+            ]
+        )
+
+    return [partial(encoder.collate, own), *(partial(other, content) for content in range(_NUM_CONTENTS))]
 
 
 def _supervise(segment: Segment, looked_at: bool) -> Segment:

@@ -295,6 +295,10 @@ def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
     assert config.warnings == ()
 
 
+def test_the_default_group_port_is_none_that_linux_takes_for_outgoing_connections() -> None:
+    assert ServerConfig(base_url="http://h:8000").group_port not in range(32768, 61000)
+
+
 @pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: rule.key)
 def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: Any) -> None:
     value = next(value for value in (True, 2, "seq_cls", "left", "zero3", False) if rule.refused(value))

@@ -1,4 +1,4 @@
-"""What docs/models.md says of each family, on tiny random models of its real classes through ms-swift's own templates."""
+"""What docs/models.md says of each family, on tiny random models of its classes through ms-swift's own templates."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_vllm_gives_a_push_the_places_that_it_gives_the_checkpoint(family: Loade
 
 
 def test_experts_are_held_in_another_layout_than_the_published_files() -> None:
-    """Why Qwen3-VL-MoE is refused with vLLM, whose loader transposes what it is given, as the published files need it."""
+    """Why Qwen3-VL-MoE is refused with vLLM, whose loader transposes what it is given, as published files need it."""
     directory = family_directory("qwen3_vl_moe")
     (file,) = directory.glob("*.safetensors")
     as_published = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,16 +79,6 @@ def test_what_works_is_not_refused(tmp_path: Path, architecture: str) -> None:
             "which thinks first; train an Instruct model",
         ),
         (
-            "Qwen3VLForConditionalGeneration",
-            {"enable_thinking": True},
-            "got swift.enable_thinking=true; remove it",
-        ),
-        (
-            "Qwen3VLForConditionalGeneration",
-            {"response_prefix": "<think>\n"},
-            r"response_prefix='<think>\\n'; remove",
-        ),
-        (
             "Qwen3_5ForConditionalGeneration",
             {},
             r"\(Qwen3_5ForConditionalGeneration\), which thinks first; train",
@@ -120,6 +112,16 @@ def test_what_cannot_work_is_refused_with_its_remedy(
     with pytest.raises(ConfigError, match=expected) as caught:
         check_family(_config(tmp_path, architecture, **settings))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["launch", "train", "doctor"])
+def test_every_command_says_so_before_anything_starts(tmp_path: Path, command: str) -> None:
+    _config(tmp_path, "Qwen3VLForConditionalGeneration", model="Qwen3-VL-2B-Thinking")
+    arguments = [sys.executable, "-m", "swift_stage2", command, str(tmp_path / "config.yaml")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == (1 if command == "doctor" else 2)
+    assert "which thinks first" in done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_models_may_list_boxes_that_are_written_out(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def _model(attn_impl: str, dtype: torch.dtype) -> Any:
 def _attend_by_lengths(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """Variable-length attention over ``cu_seq_lens_q``, which is all that tells segments apart; (1, heads, T, width)."""
+    """Attention over ``cu_seq_lens_q``, which is all that tells segments apart; states (1, heads, T, width)."""
     borders = given["cu_seq_lens_q"].tolist()
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -275,9 +275,13 @@ def plain_encoder() -> Encoder:
     return make_encoder()
 
 
-def test_a_loss_that_is_not_a_number_proves_nothing(plain_encoder: Encoder, samples: list[Sample]) -> None:
-    with pytest.raises(ConfigError, match=r"changes by nan"):
-        _check(plain_encoder, samples[:3], lambda batch: math.nan)
+@pytest.mark.parametrize("bad", range(12))
+def test_a_loss_that_is_not_a_number_proves_nothing(
+    plain_encoder: Encoder, samples: list[Sample], bad: int
+) -> None:
+    numbers = count()
+    with pytest.raises(ConfigError, match=r"changes by nan|by nan with what stands behind"):
+        _check(plain_encoder, samples[:3], lambda batch: math.nan if next(numbers) == bad else 7.0)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_only_content_changes_never_a_length_an_image_or_what_is_supervised(
     batches: IsolationBatches,
 ) -> None:
     for group in (*batches.before, batches.behind):
-        own, *others = group
+        own, *others = [make() for make in group]
         supervised = own["labels"] != -100
         assert supervised.any()
         for other in others:
@@ -325,6 +329,6 @@ def test_only_content_changes_never_a_length_an_image_or_what_is_supervised(
 def test_a_bad_sample_is_left_out_of_the_check(plain_encoder: Encoder, samples: list[Sample]) -> None:
     bad = replace(samples[0], row={**samples[0].row, "images": ["/nowhere/a.png"]})
     good = isolation_batches(plain_encoder, make_task(), [bad, samples[1]])
-    assert {len(batch["cu_seq_lens_q"]) for batch in good.behind} == {3}, "one sample is packed with itself"
+    assert {len(make()["cu_seq_lens_q"]) for make in good.behind} == {3}, "one sample is packed with itself"
     with pytest.raises(DatasetError, match="got none among the first num_samples=1"):
         isolation_batches(plain_encoder, make_task(), [bad])
