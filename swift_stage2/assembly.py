@@ -97,7 +97,6 @@ def start_run(
     first_step: int,
     make_canary: MakeCanary,
     packed_loss: PackedLoss,
-    half_precision: bool,
     packs_per_step: int,
     logging_steps: int,
     wrap_transport: WrapTransport = lambda transport: transport,
@@ -105,8 +104,8 @@ def start_run(
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
-    ``half_precision``: the model computes in 16 bits. ``wrap_transport`` gets every transport that a sync round is
-    about to use. ``validation_rows`` are what ``stage2_ab.evaluation`` asks.
+    ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what
+    ``stage2_ab.evaluation`` asks.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -135,7 +134,7 @@ def start_run(
             look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
             parts = together(control, look)
             _tell_lengths(parts.lengths, control, telemetry)
-            _check_packing(parts, packed_loss, half_precision, control)
+            _check_packing(parts, packed_loss, control)
             build = partial(
                 _build_channel_b,
                 config,
@@ -288,9 +287,7 @@ def _preprocessor(config: Stage2Config, encoder: Encoder, task: DetectionTask, t
     return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
 
 
-def _check_packing(
-    parts: _CheckedParts, packed_loss: PackedLoss, half_precision: bool, control: ControlGroup
-) -> None:
+def _check_packing(parts: _CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
     spellings = control.gather(str(parts.task.answer_format.spelling))
     if len(set(spellings)) > 1:
@@ -304,7 +301,7 @@ def _check_packing(
             f"every rank must be able to read the same rows, got samples of lengths {lengths} by rank; give all "
             "nodes the same files"
         )
-    together(control, lambda: check_isolation(parts.isolation, packed_loss, half_precision=half_precision))
+    together(control, lambda: check_isolation(parts.isolation, packed_loss))
 
 
 def _build_channel_b(

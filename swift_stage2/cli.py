@@ -163,6 +163,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
+    from swift_stage2.model_family import check_family
     from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
     from swift_stage2.rank_work import train_rank
 
@@ -172,6 +173,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         check_rank_environment(os.environ)
         check_gloo_address(os.environ)
         check_model(config.swift)
+        check_family(config)
         _warn(config)
         return train_rank(config, config_path, agent, resume=resume)
 

@@ -23,7 +23,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.launch.ports import refuse_busy
 from swift_stage2.model_check import check_model
 
-_FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 51216, 65535
+_FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
 _GRADIENT_ACCUMULATION_STEPS = 4
 _QUESTIONS = {
     "data": "training data, a JSONL file",

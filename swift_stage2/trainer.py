@@ -199,7 +199,6 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
                 module, self.template, encoder, sample, half_precision=half_precision
             ),
             packed_loss=self.packed_loss,
-            half_precision=half_precision,
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
             wrap_transport=self.wrap_transport,

@@ -106,3 +106,15 @@ def segment_of(
     return encoder.encode_segment(
         rollout, prompt, target, closing_weight=task.closing_weight, sample_id=f"s{sample.key.position}"
     )
+
+
+def summed_loss(model: Any, batch: Mapping[str, Any]) -> float:
+    """Cross-entropy of what a collated batch supervises, in nats, by the model itself without ms-swift's trainer."""
+    import torch
+
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "loss_scale", "length")}
+    (positions,) = torch.nonzero(batch["labels"][0, 1:] != -100, as_tuple=True)
+    with torch.no_grad():
+        logits = model(**inputs, logits_to_keep=positions).logits[0].float()
+    targets = batch["labels"][0, positions + 1]
+    return float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))

@@ -136,7 +136,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         (
             "rollout.servers",
             [{"base_url": "http://h:1"}, {"base_url": "http://h:2"}],
-            ["port 51216 of host h for both servers[0].group_port and servers[1].group_port"],
+            ["port 29600 of host h for both servers[0].group_port and servers[1].group_port"],
         ),
         ("stage2_ab.channel_b.target.weights", dict.fromkeys(
             ("structure", "matched_label", "missed_label", "matched_coordinates", "missed_coordinates", "closure"), 0
@@ -321,6 +321,10 @@ def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
     assert not config.b_enabled
     assert config.rollout.servers == ()
     assert config.warnings == ()
+
+
+def test_the_default_group_port_is_none_that_linux_takes_for_outgoing_connections() -> None:
+    assert ServerConfig(base_url="http://h:8000").group_port not in range(32768, 61000)
 
 
 @pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: rule.key)

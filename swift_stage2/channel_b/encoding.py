@@ -70,6 +70,11 @@ class Encoder:
                 "channel B maps text to tokens by character offsets and needs a fast tokenizer, got "
                 f"tokenizer={type(self._tokenizer).__name__}; convert it with tokenizers"
             )
+        if prefix := self._template._get_response_prefix():
+            raise ConfigError(
+                "answers must begin with their list of objects, got a template that begins them with "
+                f"{prefix!r}; train a model whose template adds nothing, as Qwen3-VL's Instruct models"
+            )
         self._packing_length = packing_length
         self._closing_ids = self._find_closing_ids()
 
@@ -89,6 +94,12 @@ class Encoder:
     def closing_token_ids(self) -> tuple[int, ...]:
         """The end-of-turn tokens that the template puts after an answer."""
         return self._closing_ids
+
+    @property
+    def plain_token_ids(self) -> tuple[int, ...]:
+        """Tokens of text alone: neither special ones nor the places of an image."""
+        special = self._tokenizer.added_tokens_decoder
+        return tuple(token for token in range(len(self._tokenizer)) if token not in special)
 
     def request(self, sample: Sample) -> dict[str, Any]:
         """The ``/infer/`` request of a sample: its prompt and its images, base64 of the original files.

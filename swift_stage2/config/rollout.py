@@ -18,7 +18,7 @@ MAX_REQUESTS_PER_POST = 4096
 
 _FIRST_FREE_PORT = 1024
 _LAST_PORT = 65535
-_DEFAULT_GROUP_PORT = 51216
+_DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
 _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
 

@@ -43,6 +43,7 @@ def _above_one(value: Any) -> bool:
 
 _KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
+_THINKS = "answers must begin with their list of objects"
 _QUANTISED = "quantised weights cannot be sent in full"
 
 UNSUPPORTED = (
@@ -57,6 +58,8 @@ UNSUPPORTED = (
     Unsupported("sequence_parallel_size", _above_one, "a pack is trained by one rank", "use 1"),
     Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner", "remove it"),
     Unsupported("truncation_strategy", _other_than("delete"), "a cut answer is a wrong target", "use delete"),
+    Unsupported("enable_thinking", _is_on, _THINKS, "remove it, and train an Instruct model"),
+    Unsupported("response_prefix", _is_on, _THINKS, "remove it"),
     Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs", "remove it"),
     Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks", "remove it"),
     Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token", "remove it"),

@@ -20,6 +20,7 @@ from swift_stage2.dataset_check import advice_of, list_command, survey_data
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.model_check import check_model
+from swift_stage2.model_family import check_family
 from swift_stage2.packing_isolation import ground_truth_segments
 from swift_stage2.row_lengths import RowLengths, measure_lengths
 from swift_stage2.sample_checks import check_samples, usable_samples
@@ -44,8 +45,9 @@ class Samples:
 
 
 def check_checkpoint(config: Stage2Config) -> Outcome[None]:
-    """Raises ConfigError as ``check_model`` does."""
+    """Raises ConfigError as ``check_model`` and ``check_family`` do."""
     check_model(config.swift)
+    check_family(config)
     named = [
         f"{name} {config.swift[name]}"
         for name in ("model", "adapters", "resume_from_checkpoint")

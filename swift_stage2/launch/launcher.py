@@ -26,6 +26,7 @@ from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.model_check import check_hub_ids, check_model
+from swift_stage2.model_family import check_family
 from swift_stage2.resume import check_world_size
 from swift_stage2.run_directory import starting_point
 from swift_stage2.run_lock import hold_run_directory
@@ -77,6 +78,7 @@ def launch(
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
     check_model(config.swift)
+    check_family(config)
     check_data(config)
     check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
