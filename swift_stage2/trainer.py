@@ -270,7 +270,7 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     if config.swift.get("use_cpu") is not True:
         found = torch.accelerator.current_accelerator(check_available=True)
-        require_known_accelerator(found and found.type)
+        require_known_accelerator(found.type if found else None)
         require_visible_devices(os.environ, torch.cuda.device_count())
     check_model(config.swift)
     check_data(config)

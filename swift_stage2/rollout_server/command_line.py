@@ -121,7 +121,7 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
             given["torch_dtype"] = getattr(torch, options.torch_dtype)
         if options.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
-            require_known_accelerator(found and found.type)
+            require_known_accelerator(found.type if found else None)
             require_visible_devices(os.environ, torch.cuda.device_count())
         device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
         return SwiftGenerator(options.model, device_map=device, **given)
