@@ -323,6 +323,9 @@ def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
         def info(self, deadline: Any) -> Any:
             return rollout_protocol.ServerInfo(stock=True)
 
+        def get(self, path: str, deadline: Any) -> Any:
+            return {"keys": [], "world_size": 1}
+
         def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
             return {"message": "status: True"}
 
