@@ -8,9 +8,11 @@
     wheels          the folder of packages that such a machine lacks: collected here, installed there
     models          random weights of real shapes, and tiny ones for the rehearsal
     measuring       seconds and memory of work on a device; memory that runs out on purpose
-    machine  real_shapes  arithmetic  isolation  round_memory  streams  training  two_ranks  zero3  handover  nccl_rollout
-                    the stages; stand_in_peer: a transfer's other end; lone_nccl: NCCL with one rank;
-                    job: a learner beside our server on one device; ipc_reader: the second process of handover
+    child_stage     that process, from the command's side
+    machine  arithmetic  real_shapes  isolation  streams  round_memory  handover  training  two_ranks  zero3
+    nccl_rollout    the stages themselves
+    stand_in_peer   a transfer's other end; lone_nccl: NCCL with one rank; ipc_reader: handover's second process
+    job             a learner beside our server on one device; rank_on_first_device: one of its ranks
 
 Every stage has a rehearsal on CPU with tiny shapes (``--rehearse``), which the tests run.
 """

@@ -1,4 +1,4 @@
-"""One stage as a child process under a warden: it ends by its deadline with everything below it, and leaves a record."""
+"""One stage as a child process under a warden: it ends by its deadline with everything below it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from swift_stage2.gpu_check.stage import Stage, Status
+from swift_stage2.gpu_check.stage import Stage, Status, one_line
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.process_tree import Command
 from swift_stage2.launch.stop_signals import StopSignals
 
+PROGRAM = "swift_stage2.gpu_check.stage_process"
 _SIGNALLED = 128
 
 
@@ -34,7 +35,7 @@ def run_child(
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; the stage has been ended.
     """
     argv = (
-        sys.executable, "-u", "-m", "swift_stage2.gpu_check.stage_process", stage.name,
+        sys.executable, "-u", "-m", PROGRAM, stage.name,
         "--results", str(results), "--scratch", str(scratch), "--deadline-s", str(deadline_s),
         *(["--rehearse"] if rehearsal else []),
     )  # fmt: skip
@@ -54,4 +55,5 @@ def run_child(
     if status is None:
         return Status.FAILED, f"it did not end within {deadline_s:.0f} s"
     how = f"signal {status - _SIGNALLED}" if status > _SIGNALLED else f"status {status}"
-    return Status.FAILED, f"its process ended with {how}: {last_cause(tree.log_path, tree.log_offset)}"
+    cause = one_line(last_cause(tree.log_path, tree.log_offset))
+    return Status.FAILED, f"its process ended with {how}: {cause}"

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from base64 import b64encode
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -92,7 +93,7 @@ def _through_memory_file(context: Context, snapshot: torch.Tensor, expected: str
         with mmap.mmap(descriptor, snapshot.numel()) as mapped:
             file = torch.frombuffer(mapped, dtype=torch.uint8)
             file.fill_(0)
-            _, seconds = timed("cpu", lambda: file.copy_(snapshot))
+            _, seconds = timed("cpu", partial(file.copy_, snapshot))
             context.figures.note("memory_file_write_gib_per_s", snapshot.numel() / _GIB / seconds)
             del file  # else the map could not be closed
         seen = _read_elsewhere({"descriptor": descriptor, "num_bytes": snapshot.numel()}, descriptor)

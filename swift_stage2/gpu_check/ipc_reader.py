@@ -21,7 +21,9 @@ def main() -> None:
 
     def see() -> torch.Tensor:
         if "handle" in where:
-            tensor: torch.Tensor = pickle.loads(b64decode(where["handle"]))  # torch taught pickle what a handle is
+            tensor: torch.Tensor = pickle.loads(
+                b64decode(where["handle"])
+            )  # torch taught pickle what a handle is
             return tensor
         mapped = mmap.mmap(where["descriptor"], where["num_bytes"])
         return torch.frombuffer(mapped, dtype=torch.uint8)

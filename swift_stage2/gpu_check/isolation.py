@@ -66,7 +66,9 @@ def _refusal(encoder: Encoder, samples: list[Sample], loss: Any) -> str:
 
 def packed_loss(model: Any, batch: dict[str, Any]) -> float:
     """Summed loss of one collated pack, in float32."""
-    inputs = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    inputs = {
+        name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()
+    }
     labels = inputs.pop("labels")
     inputs.pop("loss_scale", None)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ _ROUND_TIMEOUT_S = 120.0
 _CHECKED_PROOF = "checksums+canary"
 
 
-def start_server(context: Context, servers: BenchServers, model: Path, name: str) -> BenchServer:
+def start_server(context: Context, servers: BenchServers, model: Path) -> BenchServer:
     """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
     port, group_port = free_ports(2)
     options = ["--external-plugins", str(TEMPLATE_FILE), "--model-type", MODEL_TYPE, "--template", MODEL_TYPE]
     place = ["--port", str(port), "--torch-dtype", context.dtype, "--device", context.device]
     threads = ["--num-threads", "1"] if context.rehearsal else []
     argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *options, *place, *threads)
-    tree = servers.start_process(f"{name}-server", argv)
+    tree = servers.start_process("server", argv)
     base_url = f"http://127.0.0.1:{port}"
     servers.await_answer(base_url, tree)
     return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
@@ -84,37 +84,27 @@ def write_job(
     return job
 
 
-def start_learner(
-    servers: BenchServers, job: DemoJob, name: str, torchrun: Sequence[str] = ("--standalone",)
-) -> ProcessTree:
-    """One torchrun with one rank on the device."""
-    words = ("-m", "torch.distributed.run", *torchrun, "--nproc-per-node=1", "-m", "swift_stage2", "train")
-    return servers.start_process(name, (sys.executable, "-u", *words, str(job.config_path)))
+def start_learner(servers: BenchServers, job: DemoJob) -> ProcessTree:
+    """All ranks of the job on the device."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.num_ranks}")
+    words = ("-m", "swift_stage2.gpu_check.rank_on_first_device", "train", str(job.config_path))
+    return servers.start_process("learner", (sys.executable, "-u", *torchrun, *words))
 
 
-def await_end(
-    trees: Sequence[ProcessTree], end: float, each_moment: Callable[[], object] = lambda: None
-) -> None:
-    """Until all have ended well.
+def await_end(tree: ProcessTree, end: float, each_moment: Callable[[], object] = lambda: None) -> None:
+    """Until it has ended well.
 
     Raises:
-        CheckFailed: one did not, or one still runs at ``end`` (monotonic seconds). Whoever owns them ends them.
+        CheckFailed: it has not, or still runs at ``end`` (monotonic seconds). Whoever owns it ends it.
     """
-    while any(tree.poll() is None for tree in trees):
+    while (status := tree.poll()) is None:
         each_moment()
         if time.monotonic() >= end:
-            raise CheckFailed(f"{trees[0].command.name} must end within the stage's time, it did not")
-        for tree in trees:
-            _require_well(tree)
+            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not")
         time.sleep(_POLL_S)
-    for tree in trees:
-        _require_well(tree)
-
-
-def _require_well(tree: ProcessTree) -> None:
-    if tree.poll() not in (None, 0):
+    if status != 0:
         cause = last_cause(tree.log_path, tree.log_offset)
-        raise CheckFailed(f"{tree.command.name} ended with status {tree.poll()}: {cause}")
+        raise CheckFailed(f"{tree.command.name} ended with status {status}: {cause}")
 
 
 def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
@@ -129,9 +119,9 @@ def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
     if summary.round_seconds is not None:
-        note("round_median_s", summary.round_seconds.median)
+        note("round_median_s", summary.round_seconds.median_s)
     for phase, spread in summary.phase_seconds.items():
-        note(f"{phase}_median_s", spread.median)
+        note(f"{phase}_median_s", spread.median_s)
     for name, seconds in summary.activity[0].seconds.items():
         note(f"rank0_{name}_s", seconds)
     if summary.num_rounds_failed or summary.num_rounds_committed < least_rounds:

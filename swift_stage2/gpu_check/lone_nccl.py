@@ -13,11 +13,11 @@ _UINT8 = 1  # ncclUint8
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_byte * 128)]  # noqa: RUF012 - ctypes reads it from the class
+    _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
 class LoneNccl:
-    """Made on the device that is current in ``device``; ``broadcast`` and ``destroy`` as vLLM's communicator has them."""
+    """On ``device``; ``broadcast`` and ``destroy`` are called as vLLM's communicator's are."""
 
     rank = 0
 

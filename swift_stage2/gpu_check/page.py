@@ -9,7 +9,9 @@ from typing import Any
 def page(report: Mapping[str, Any]) -> str:
     """``report`` is what ``gpu-check.json`` holds: ``rehearsal``, ``seconds``, and ``stages`` as records."""
     stages = report["stages"]
-    counts = {word: sum(each["status"] == word for each in stages) for word in ("passed", "failed", "skipped")}
+    counts = {
+        word: sum(each["status"] == word for each in stages) for word in ("passed", "failed", "skipped")
+    }
     device = _device(stages)
     heading = f"# GPU check: {device}\n"
     if report["rehearsal"]:

@@ -160,7 +160,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output", type=Path, default=Path("runs/gpu-check"), metavar="DIR",
         help="gets JSON, page and logs (default %(default)s); an earlier check there is replaced",
     )  # fmt: skip
-    parser.add_argument("--keep", action="store_true", help="keep an earlier check; take DIR-2, DIR-3, … instead")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep an earlier check; take DIR-2, DIR-3, … instead"
+    )
     parser.add_argument(
         "--wheels", type=Path, metavar="DIR",
         help="a folder that --collect made: what this machine lacks of it is installed for this check alone",
@@ -173,13 +175,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--python", default=wheels.PYTHON_VERSION, metavar="X.Y",
         help="with --collect: the other machine's Python (default %(default)s, on x86-64 Linux)",
     )  # fmt: skip
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; shows no figure of a GPU")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU with tiny shapes; shows no figure of a GPU"
+    )
     parser.add_argument(
         "--stages", nargs="+", default=[], choices=[stage.name for stage in STAGES], metavar="NAME",
         help=f"only these: {', '.join(stage.name for stage in STAGES)}",
     )  # fmt: skip
     parser.add_argument(
-        "--deadline-s", type=float, default=TOTAL_S, metavar="S", help="of the whole check (default %(default)g)"
+        "--deadline-s",
+        type=float,
+        default=TOTAL_S,
+        metavar="S",
+        help="of the whole check (default %(default)g)",
     )
     options = parser.parse_args(argv)
     if not 10 <= options.deadline_s <= 3600:

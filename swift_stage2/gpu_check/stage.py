@@ -76,3 +76,9 @@ class Context:
     def dtype(self) -> str:
         """Of weights, in torch's words. Half precision is what a GPU trains in and too slow to rehearse."""
         return "float32" if self.rehearsal else "bfloat16"
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Text without breaks, and not longer than a row of a table bears."""
+    whole = " ".join(text.split())
+    return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swift_stage2.errors import CheckSkipped
-from swift_stage2.gpu_check.stage import Context, FigureLog, Stage, Status
+from swift_stage2.gpu_check.stage import Context, FigureLog, Stage, Status, one_line
 from swift_stage2.gpu_check.stages import STAGES
 from swift_stage2.whole_file import write_whole
 
@@ -59,12 +59,6 @@ def run_stage(stage: Stage, context: Context) -> tuple[Status, str]:
         traceback.print_exc()
         return Status.FAILED, one_line(f"{type(error).__name__}: {error}")
     return Status.PASSED, ""
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """Text without breaks, and not longer than a row of a table bears."""
-    whole = " ".join(text.split())
-    return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def run(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> No
     end = time.monotonic() + 0.9 * context.deadline_s
     model = checkpoint(context)
     with BenchServers(context.logs) as servers:
-        server = start_server(context, servers, model, "learner")
+        server = start_server(context, servers, model)
         job = write_job(
             context, f"run-{context.logs.name}", model, server, num_steps=NUM_STEPS, sync_every_steps=3,
             swift={**(_LORA if tuner == "lora" else {}), **(swift or {})},
         )  # fmt: skip
         started = time.monotonic()
-        await_end([start_learner(servers, job, "learner")], end)
+        await_end(start_learner(servers, job), end)
         context.figures.note("learner_start_to_end_s", time.monotonic() - started)
     summary = account(context, job, least_rounds=_LEAST_ROUNDS)
     if summary.num_steps != NUM_STEPS:

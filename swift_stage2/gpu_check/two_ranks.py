@@ -1,13 +1,11 @@
 """Stage *two-ranks*: DDP and every decision of two ranks over gloo, with CUDA tensors of one device in every hook.
 
-Two torchruns of one rank each, as on two nodes: both ranks have LOCAL_RANK 0, so both train on device 0. Rank 1 is
-asked to end when the first rounds are proven; both must stop after the same step.
+Rank 1 is asked to end when the first rounds are proven; both must stop after the same step.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import psutil
 
 from swift_stage2.bench.servers import BenchServers
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports
+from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.job import account, await_end, start_learner, start_server, write_job
 from swift_stage2.gpu_check.stage import Context
@@ -30,22 +28,20 @@ def run(context: Context) -> None:
     """Raises ``CheckFailed`` where the ranks disagree, a round is not proven or SIGTERM does not end both alike."""
     end = time.monotonic() + 0.9 * context.deadline_s
     with BenchServers(context.logs) as servers:
-        server = start_server(context, servers, STAGE1, "two-ranks")
+        server = start_server(context, servers, STAGE1)
         job = write_job(
             context, "run-two-ranks", STAGE1, server, num_steps=_MOST_STEPS, sync_every_steps=4, num_ranks=2,
             swift={"ddp_backend": "gloo", "lr_scheduler_type": "constant"},
         )  # fmt: skip
-        (port,) = free_ports(1)
-        nodes = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
-        trees = [start_learner(servers, job, f"rank{n}", (*nodes, f"--node-rank={n}")) for n in range(2)]
+        learner = start_learner(servers, job)
         asked: list[float] = []
 
         def look() -> None:
             if not asked and len(_records(job, 0, "round")) >= _STOP_AFTER_ROUNDS:
-                os.kill(_rank_below(trees[1]), signal.SIGTERM)
+                _rank_below(learner, "1").send_signal(signal.SIGTERM)
                 asked.append(time.monotonic())
 
-        await_end(trees, end, look)
+        await_end(learner, end, look)
         if not asked:
             raise CheckFailed("both ranks ended before anybody asked them to")
         context.figures.note("sigterm_to_end_s", time.monotonic() - asked[0])
@@ -65,14 +61,17 @@ def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
     return [record for record in whole if record["kind"] == kind]
 
 
-def _rank_below(tree: ProcessTree) -> int:
-    """The process of the only rank below a torchrun below a warden.
+def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
+    """The process of one rank below a torchrun below a warden.
 
     Raises:
         CheckFailed: it is not there.
     """
     for process in psutil.Process(tree.pid).children(recursive=True):
-        words = process.cmdline()
-        if "swift_stage2" in words and "train" in words and "torch.distributed.run" not in words:
-            return int(process.pid)
-    raise CheckFailed("the rank that is to be asked to end is not there")
+        try:
+            # A rank's own children have its environment too; parents come first.
+            if process.environ().get("RANK") == rank:
+                return process
+        except psutil.Error:
+            continue
+    raise CheckFailed(f"rank {rank}, which is to be asked to end, is not there")

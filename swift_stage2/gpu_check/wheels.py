@@ -24,7 +24,12 @@ PINNED = (
     "qwen-vl-utils==0.0.14", "simplejson==4.3.0", "sniffio==1.3.1", "starlette==1.10.0", "trl==0.29.1",
     "typing-inspection==0.4.5", "uvicorn==0.54.0", "xxhash==4.1.0", "zipp==4.1.2", "zstandard==0.25.0",
 )  # fmt: skip
-_PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+_PLATFORMS = (
+    "manylinux_2_34_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 _DOWNLOAD_S = 600.0
 _INSTALL_S = 120.0
 
@@ -58,7 +63,9 @@ def install_missing(wheels: Path, private: Path) -> list[str]:
     """
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        raise UserError(f"--wheels must be a folder with wheels, got none in {wheels}; make it with --collect")
+        raise UserError(
+            f"--wheels must be a folder with wheels, got none in {wheels}; make it with --collect"
+        )
     missing = [file for file in files if not _is_installed(file.name.partition("-")[0])]
     if missing:
         options = ["install", "--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(private)]
