@@ -104,7 +104,7 @@ def _rounds_at(context: Context, servers: BenchServers, tensor_parallel: int) ->
     note(f"tp{tensor_parallel}_free_before_mib", _free_mib(context))
     for number in (signal.SIGKILL, signal.SIGSTOP):
         tree = server.tree
-        transports[-1].before_send = lambda tree=tree, number=number: _signal_below(tree, number)  # type: ignore[misc]
+        transports[-1].before_send = lambda tree=tree, number=number: _signal_below(tree, number)
         started = time.monotonic()
         report = sync.run(next(versions), [0]).reports[0]
         note(f"tp{tensor_parallel}_{number.name}_round_s", time.monotonic() - started)

@@ -21,7 +21,7 @@ STAGES = (
         proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes",
     ),
     Stage(
-        name="isolation", weight=4, module=f"{_HERE}.isolation", needs=_SWIFT,
+        name="isolation", weight=6, module=f"{_HERE}.isolation", needs=_SWIFT,
         proves="packed segments do not see each other, and an injected leak is seen",
     ),
     Stage(

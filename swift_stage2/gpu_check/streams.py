@@ -72,7 +72,7 @@ def _send_beside_training(
     weights = torch.ones(256, 256, device=device, requires_grad=True)
     steps = 0
     while not sending.ended_within(0.0):
-        torch.relu(weights @ weights.clone()).sum().backward()
+        torch.relu(weights @ weights.clone()).sum().backward()  # type: ignore[no-untyped-call]
         synchronise_default(device)
         steps += 1
         if time.monotonic() > started + _DEADLINE_S + _MARGIN_S:

@@ -23,16 +23,24 @@ ROOT = Path(__file__).parents[2]
 LONG = ("learner-lora", "learner-full", "two-ranks")
 NOT_HERE = {"zero3": "deepspeed", "nccl-rollout": "vllm"}
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def _check(directory: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """Status, report and what was printed."""
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu-check", "--rehearse", "--output", directory, *options],
+        [
+            ROOT / "scripts" / "gpu-check",
+            "--rehearse",
+            "--deadline-s",
+            "3600",
+            "--output",
+            directory,
+            *options,
+        ],
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=900,
         env=os.environ | {"PYTHON": sys.executable},
         check=False,
     )
@@ -141,15 +149,15 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
 def test_a_stage_that_hangs_is_ended_with_all_below_it_and_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, why = _bad(tmp_path, monkeypatch, "hang", 30.0)
-    assert (status, why) == (Status.FAILED, "it did not end within 30 s")
+    status, why = _bad(tmp_path, monkeypatch, "hang", 60.0)
+    assert (status, why) == (Status.FAILED, "it did not end within 60 s")
     figures = FigureLog.read(tmp_path / "results" / "figures.json")
     assert figures["before_s"] == 1.0
     assert not psutil.pid_exists(int(figures["child"]))
 
 
 def test_a_stage_that_crashes_is_told_by_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, why = _bad(tmp_path, monkeypatch, "crash", 60.0)
+    status, why = _bad(tmp_path, monkeypatch, "crash", 200.0)
     assert status is Status.FAILED
     assert why.startswith(f"its process ended with signal {signal.SIGSEGV.value}: ")
     assert "\n" not in why
@@ -158,7 +166,7 @@ def test_a_stage_that_crashes_is_told_by_its_signal(tmp_path: Path, monkeypatch:
 def test_a_stage_that_gets_no_memory_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, why = _bad(tmp_path, monkeypatch, "out_of_memory", 100.0)
+    status, why = _bad(tmp_path, monkeypatch, "out_of_memory", 200.0)
     assert status is Status.FAILED
     assert why.startswith("RuntimeError: ")
     assert "memory" in why
