@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-
-from swift_stage2.cli import main
+import runpy
 
 if __name__ == "__main__":
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    sys.exit(main())
+    runpy.run_module("swift_stage2", run_name="__main__", alter_sys=True)
