@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ def start_server(context: Context, servers: BenchServers, model: Path) -> BenchS
     place = ["--port", str(port), "--torch-dtype", context.dtype, "--device", context.device]
     threads = ["--num-threads", "1"] if context.rehearsal else []
     argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *options, *place, *threads)
-    tree = servers.start_process("server", argv)
+    tree = servers.start_process("server", argv, _threads(context))
     base_url = f"http://127.0.0.1:{port}"
     servers.await_answer(base_url, tree)
     return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
@@ -84,11 +85,17 @@ def write_job(
     return job
 
 
-def start_learner(servers: BenchServers, job: DemoJob) -> ProcessTree:
+def start_learner(context: Context, servers: BenchServers, job: DemoJob) -> ProcessTree:
     """All ranks of the job on the device."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.num_ranks}")
     words = ("-m", "swift_stage2.gpu_check.rank_on_first_device", "train", str(job.config_path))
-    return servers.start_process("learner", (sys.executable, "-u", *torchrun, *words))
+    return servers.start_process("learner", (sys.executable, "-u", *torchrun, *words), _threads(context))
+
+
+def _threads(context: Context) -> dict[str, str]:
+    """Beside a GPU learner and server sum weights on the CPU, each on half of its cores."""
+    num_threads = 1 if context.rehearsal else max(1, len(os.sched_getaffinity(0)) // 2)
+    return {"OMP_NUM_THREADS": str(num_threads)}
 
 
 def await_end(tree: ProcessTree, end: float, each_moment: Callable[[], object] = lambda: None) -> None:

@@ -60,6 +60,15 @@ QWEN25_VL_7B = ModelShape(
 )  # fmt: skip
 
 
+WIDE_4_LAYERS = ModelShape(
+    "Qwen2.5-VL-3B-4-layers",
+    QWEN25_VL_3B.vocab_size,
+    {**QWEN25_VL_3B.text, "num_hidden_layers": 4},
+    {**QWEN25_VL_3B.vision, "depth": 4, "fullatt_block_indexes": [1, 3]},
+)
+"""The widths of 3B with 4 of its 36 layers and 32 vision blocks: several rounds of it fit the time of a stage."""
+
+
 @contextmanager
 def made_on(device: str, dtype: str) -> Iterator[None]:
     """A context in which models are made there, in torch's ``dtype``."""
@@ -122,13 +131,13 @@ def image_batch(model: Any, context: Context) -> dict[str, torch.Tensor]:
     return {name: tensor.to(context.device) for name, tensor in batch.items()}
 
 
-def checkpoint(context: Context) -> Path:
-    """The directory of a random model, 3B or tiny, written once for all stages of a check."""
-    directory = context.scratch / "model"
+def checkpoint(shape: ModelShape, context: Context) -> Path:
+    """The directory of a random model of that shape, tiny in the rehearsal; written once for all stages of a check."""
+    directory = context.scratch / f"model-{shape.name}"
     if not directory.exists():
         partial = context.scratch / "model.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        model = make_model(TINY if context.rehearsal else QWEN25_VL_3B, context)
+        model = make_model(TINY if context.rehearsal else shape, context)
         save_model(model, build_processor(build_tokenizer()), partial)
         partial.rename(directory)
     return directory

@@ -8,7 +8,7 @@ import torch
 
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.measuring import free_memory, peak_gib, timed
-from swift_stage2.gpu_check.models import checkpoint, image_batch, make_qwen3_vl
+from swift_stage2.gpu_check.models import QWEN25_VL_3B, checkpoint, image_batch, make_qwen3_vl
 from swift_stage2.gpu_check.stage import Context
 
 _GIB = 1 << 30
@@ -19,7 +19,7 @@ def run(context: Context) -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     note, device = context.figures.note, context.device
-    directory, seconds = timed(device, lambda: checkpoint(context))
+    directory, seconds = timed(device, lambda: checkpoint(QWEN25_VL_3B, context))
     note("make_and_save_s", seconds)
     free_memory(device)
     model, seconds = timed(
@@ -47,7 +47,7 @@ def _pass(context: Context, name: str, model: Any) -> None:
         model.zero_grad(set_to_none=True)
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     step()  # the first one also loads kernels
     loss, seconds = timed(device, step)

@@ -1,4 +1,4 @@
-"""Stages *learner-lora* and *learner-full*: the whole path on one device, with weights of real shapes."""
+"""Stages *learner-lora* and *learner-full*: the whole path on one device, with weights of real widths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from swift_stage2.bench.servers import BenchServers
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.job import account, await_end, start_learner, start_server, write_job
-from swift_stage2.gpu_check.models import checkpoint
+from swift_stage2.gpu_check.models import WIDE_4_LAYERS, checkpoint
 from swift_stage2.gpu_check.stage import Context
 
 NUM_STEPS = 12
@@ -24,7 +24,7 @@ def run(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> No
         CheckFailed: a process did not end well, or the run was not what it must be.
     """
     end = time.monotonic() + 0.9 * context.deadline_s
-    model = checkpoint(context)
+    model = checkpoint(WIDE_4_LAYERS, context)
     with BenchServers(context.logs) as servers:
         server = start_server(context, servers, model)
         job = write_job(
@@ -32,7 +32,7 @@ def run(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> No
             swift={**(_LORA if tuner == "lora" else {}), **(swift or {})},
         )  # fmt: skip
         started = time.monotonic()
-        await_end(start_learner(servers, job), end)
+        await_end(start_learner(context, servers, job), end)
         context.figures.note("learner_start_to_end_s", time.monotonic() - started)
     summary = account(context, job, least_rounds=_LEAST_ROUNDS)
     if summary.num_steps != NUM_STEPS:

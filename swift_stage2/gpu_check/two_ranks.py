@@ -33,7 +33,7 @@ def run(context: Context) -> None:
             context, "run-two-ranks", STAGE1, server, num_steps=_MOST_STEPS, sync_every_steps=4, num_ranks=2,
             swift={"ddp_backend": "gloo", "lr_scheduler_type": "constant"},
         )  # fmt: skip
-        learner = start_learner(servers, job)
+        learner = start_learner(context, servers, job)
         asked: list[float] = []
 
         def look() -> None:
