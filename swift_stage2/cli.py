@@ -46,6 +46,7 @@ _OWN_PARSER = {
     "completion": ("swift_stage2.shell_completion", "print a script that completes commands in bash or zsh"),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
+    "gpu-check": ("swift_stage2.gpu_check.run", "run what only a GPU can show, and write one page"),
 }
 
 

@@ -30,7 +30,7 @@ KNOWS_SWIFT = {
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }
-KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/")
+KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/", "gpu_check/")
 
 
 def name_of(file: Path) -> str:

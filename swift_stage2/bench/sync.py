@@ -86,7 +86,7 @@ class TextCanary:
         text = tokenizer.apply_chat_template(
             self.request["messages"], tokenize=False, add_generation_prompt=True
         )
-        self._prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+        self._prompt = tokenizer(text, return_tensors="pt")["input_ids"].to(module.device)
         self._answer: list[int] = []
 
     def answer(self) -> None:

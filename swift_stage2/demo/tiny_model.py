@@ -112,8 +112,8 @@ def build_model(
     seed: int,
     *,
     vocab_size: int,
-    text: Mapping[str, int] | None = None,
-    vision: Mapping[str, int] | None = None,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
 ) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained model in float32, the same for the same seed; ``text`` and ``vision`` override single sizes."""
     torch.manual_seed(seed)
@@ -136,7 +136,7 @@ def save_model(
 
 
 def _build_config(
-    vocab_size: int, text_sizes: Mapping[str, int], vision_sizes: Mapping[str, int]
+    vocab_size: int, text_sizes: Mapping[str, Any], vision_sizes: Mapping[str, Any]
 ) -> Qwen2_5_VLConfig:
     sections = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
     rope = {**sections, "rope_theta": _ROPE_THETA}
@@ -175,7 +175,7 @@ def _build_config(
         "video_token_id": VIDEO_TOKEN_ID,
         "vision_start_token_id": SPECIAL_TOKENS.index("<|vision_start|>"),
         "vision_end_token_id": SPECIAL_TOKENS.index("<|vision_end|>"),
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": text["tie_word_embeddings"],
         "eos_token_id": END_OF_TURN_ID,
         "pad_token_id": PAD_TOKEN_ID,
     }

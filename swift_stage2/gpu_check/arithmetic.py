@@ -1,0 +1,58 @@
+"""Stage *arithmetic*: the two looks at a tensor that a proof rests on, on the GPU against the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from swift_stage2.errors import CheckFailed
+from swift_stage2.gpu_check.measuring import timed
+from swift_stage2.gpu_check.stage import Context
+from swift_stage2.weight_checksum import all_finite, checksum_tensor
+
+# Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
+_ODD_SIZES = (0, 1, 2, 3, 5, 1023, 1025, 4095, 4097, 4_194_305)
+_REAL_SHAPES = ((2048,), (3420, 1280), (11_008, 2048), (151_936, 2048))
+_REHEARSED_SHAPES = ((96,), (256, 96), (1301, 128))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_REPEATS = 5
+_GIB = 1 << 30
+
+
+def run(context: Context) -> None:
+    """Raises ``CheckFailed`` at the first tensor whose answers differ."""
+    device, note = context.device, context.figures.note
+    shapes = _REHEARSED_SHAPES if context.rehearsal else _REAL_SHAPES
+    num_compared = 0
+    for name, tensor in _tensors(shapes):
+        on_device = tensor.to(device)
+        views = [(tensor, on_device)]
+        if tensor.numel() > 2 and tensor.dim() == 1:
+            views += [(tensor[1:], on_device[1:]), (tensor[::2], on_device[::2])]
+        for here, there in views:
+            if checksum_tensor(here) != checksum_tensor(there):
+                raise CheckFailed(f"a checksum on {device} differs from the CPU's: {name}")
+            if all_finite(here) != all_finite(there):
+                raise CheckFailed(f"a look for NaN on {device} differs from the CPU's: {name}")
+            num_compared += 1
+    note("num_compared", num_compared)
+    largest = torch.randn(shapes[-1], device=device).to(torch.bfloat16)
+    for name, look in (("checksum", checksum_tensor), ("all_finite", all_finite)):
+        look(largest)
+        _, seconds = timed(device, lambda look=look: [look(largest) for _ in range(_REPEATS)])  # type: ignore[misc]
+        note(f"{name}_gib_per_s", _REPEATS * largest.numel() * largest.element_size() / _GIB / seconds)
+
+
+def _tensors(shapes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in _DTYPES:
+        for size in (*((odd,) for odd in _ODD_SIZES), *shapes):
+            values = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+            yield f"{dtype} {list(size)}", values.to(dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        largest = torch.finfo(dtype).max
+        for bad in (float("nan"), float("inf"), -float("inf"), largest):
+            tensor = torch.full((1025,), largest, dtype=dtype)  # its sum overflows, which is no fault
+            tensor[-1] = bad
+            yield f"{dtype} with {bad} last", tensor

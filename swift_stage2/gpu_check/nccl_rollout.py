@@ -1,0 +1,169 @@
+"""Stage *nccl-rollout*: rounds to the unmodified ``swift rollout`` on devices of its own, and two that are disturbed.
+
+The server is killed, or frozen, when a push is about to send; the round must fail by its deadline and leave the
+learner's device free. The server is then started again on the same ports and must be proven by the next round. The
+demo's trained weights: random ones would make the canary's greedy answer a coin's throw in half precision.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import psutil
+import torch
+
+from swift_stage2.bench.servers import (
+    BenchServer,
+    BenchServers,
+    ServerKind,
+    server_arguments,
+    server_environment,
+)
+from swift_stage2.bench.sync import TextCanary
+from swift_stage2.collectives import SingleRank
+from swift_stage2.demo.demo_config import STAGE1, free_ports
+from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.errors import CheckFailed, CheckSkipped
+from swift_stage2.gpu_check.stage import Context
+from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.weight_export import WeightExport
+from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weight_transport import StockTransport
+
+_NUM_ROUNDS = 3
+_ROUND_TIMEOUT_S = 40.0
+_BUCKET_MIB = 512
+_MIB = 1 << 20
+
+
+class _DisturbedTransport(StockTransport):
+    """The real transport; ``before_send``, if set, is called once, right before bytes leave."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.before_send: Callable[[], None] | None = None
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        disturb, self.before_send = self.before_send, None
+        if disturb is not None:
+            disturb()
+        super().send(flat, deadline)
+
+
+def run(context: Context) -> None:
+    """Raises ``CheckSkipped`` without two GPUs, ``CheckFailed`` where a round is not what it must be."""
+    num_devices = 0 if context.rehearsal else torch.cuda.device_count()
+    if not context.rehearsal and num_devices < 2:
+        raise CheckSkipped(f"needs two GPUs, one for the server alone, got {num_devices}")
+    with BenchServers(context.logs) as servers:
+        _rounds_at(context, servers, 1)
+        if num_devices > 2:
+            _rounds_at(context, servers, 2)
+        else:
+            context.figures.note("tp2", "left out: needs three GPUs")
+
+
+def _rounds_at(context: Context, servers: BenchServers, tensor_parallel: int) -> None:
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    device = torch.device(context.device)
+    module = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        STAGE1, dtype=getattr(torch, context.dtype), device_map=context.device
+    ).train(False)
+    ports = free_ports(2)
+    transports: list[_DisturbedTransport] = []
+
+    def make_transport(_: Any) -> _DisturbedTransport:
+        transports.append(_DisturbedTransport(device))
+        return transports[-1]
+
+    server = _start(context, servers, ports, tensor_parallel)
+    sync = WeightSync(
+        [ServerEndpoint(server.base_url, server.group_port)],
+        control=SingleRank(),
+        export=WeightExport(module),
+        canary=TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
+        make_transport=make_transport,
+        run_id="gpu-check",
+        timeout_s=_ROUND_TIMEOUT_S,
+        bucket_mib=_BUCKET_MIB,
+    )
+    versions = count(1)
+    note = context.figures.note
+    for _ in range(_NUM_ROUNDS):
+        outcome = sync.run(next(versions), [0])
+        _require_proven(outcome)
+        note(f"tp{tensor_parallel}_round_s", outcome.seconds)
+    note(f"tp{tensor_parallel}_free_before_mib", _free_mib(context))
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        tree = server.tree
+        transports[-1].before_send = lambda tree=tree, number=number: _signal_below(tree, number)
+        started = time.monotonic()
+        report = sync.run(next(versions), [0]).reports[0]
+        note(f"tp{tensor_parallel}_{number.name}_round_s", time.monotonic() - started)
+        if report.proven:
+            raise CheckFailed(f"a round whose server got {number.name} must fail, it was proven")
+        _signal_below(tree, signal.SIGKILL)
+        servers.end(server)
+        sync.distrust([0])
+        server = _start(context, servers, ports, tensor_parallel)
+        _require_proven(sync.run(next(versions), [0]))
+        note(f"tp{tensor_parallel}_free_after_{number.name}_mib", _free_mib(context))
+    sync.close()
+    servers.end(server)
+
+
+def _start(
+    context: Context, servers: BenchServers, ports: tuple[int, ...], tensor_parallel: int
+) -> BenchServer:
+    if context.rehearsal:
+        words = server_arguments(ServerKind.STOCK, STAGE1, ports[0], 16)
+        environment = server_environment(ServerKind.STOCK)
+    else:
+        options = {
+            "model": STAGE1, "host": "127.0.0.1", "port": ports[0], "external_plugins": TEMPLATE_FILE,
+            "model_type": MODEL_TYPE, "template": MODEL_TYPE, "torch_dtype": context.dtype,
+            "vllm_tensor_parallel_size": tensor_parallel, "vllm_max_model_len": 1024,
+            "vllm_gpu_memory_utilization": 0.3, "vllm_enforce_eager": "true",
+        }  # fmt: skip
+        words = [
+            "-m",
+            "swift.cli.rollout",
+            *(word for n, v in options.items() for word in (f"--{n}", str(v))),
+        ]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = named[1:] if len(named) > 1 else [str(n) for n in range(1, torch.cuda.device_count())]
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:tensor_parallel])}
+    tree = servers.start_process("stock", (sys.executable, "-u", *words), environment)
+    base_url = f"http://127.0.0.1:{ports[0]}"
+    servers.await_answer(base_url, tree)
+    with ServerSession(base_url) as session:
+        session.get("/health/", Deadline(_ROUND_TIMEOUT_S))
+    return BenchServer(ServerKind.STOCK, base_url, ports[1], tree)
+
+
+def _signal_below(tree: ProcessTree, number: int) -> None:
+    """To every process of the server, its warden excepted."""
+    for process in psutil.Process(tree.pid).children(recursive=True):
+        process.send_signal(number)
+
+
+def _require_proven(outcome: RoundOutcome) -> None:
+    report = outcome.reports.get(0)
+    if report is None or not report.proven:
+        raise CheckFailed(f"a round must be proven, got {report.error if report else outcome}")
+
+
+def _free_mib(context: Context) -> int:
+    """Of the learner's device, with nothing kept in torch's own cache; 0 in a rehearsal."""
+    if context.rehearsal:
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(context.device)[0]) // _MIB
