@@ -156,8 +156,8 @@ def _publish(directory: Path, met: Sequence[Met]) -> None:
     facts = [
         {
             "area": one.case.area,
-            "wrong": one.case.wrong,
-            "words": one.case.words,
+            "wrong": _without_root(one.case.wrong),
+            "words": [_without_root(word) for word in one.case.words],
             "status": one.status,
             "says": one.says,
             "problems": one.problems,
@@ -168,9 +168,13 @@ def _publish(directory: Path, met: Sequence[Met]) -> None:
 
 
 def _cells(one: Met) -> tuple[str, ...]:
-    words = " ".join(word.replace(str(_ROOT), "…") for word in one.case.words)
+    words = " ".join(map(_without_root, one.case.words))
     status = "none in time" if one.status is None else str(one.status)
-    return one.case.wrong, words, status, one.says, "; ".join(one.problems) or "–"
+    return _without_root(one.case.wrong), words, status, one.says, "; ".join(one.problems) or "–"
+
+
+def _without_root(text: str) -> str:
+    return text.replace(str(_ROOT), "…")
 
 
 def _chosen(only: str) -> list[Case]:
