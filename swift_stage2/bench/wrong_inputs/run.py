@@ -64,7 +64,7 @@ class Met:
         line = next((line for line in reversed(lines) if told and told in line), lines[-1])
         line = re.sub(r"/tmp/\S*?/case-\d+", "…", line).replace(str(_ROOT), "…")
         line = re.sub(r"[^\x20-\x7e…–’“”]", "?", line)  # a table must stay readable whatever was echoed
-        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} …"
+        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS].rpartition(' ')[0]} …"
 
 
 def all_cases() -> list[Case]:
