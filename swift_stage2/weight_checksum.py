@@ -20,7 +20,10 @@ def checksum_tensor(tensor: torch.Tensor) -> str:
     (the scheme of J. G. Fletcher, IEEE Trans. Comm. 30(1), 1982, with modulus 2**64 so that integer
     overflow does the reduction). Any single changed word and any swap of unequal words changes it.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1:  # counts as contiguous whatever its stride is, and has no view as bytes then
+        flat = flat.as_strided((1,), (1,))
+    flat = flat.view(torch.uint8)
     padding = -flat.numel() % _WORD_BYTES
     if padding:
         flat = torch.nn.functional.pad(flat, (0, padding))

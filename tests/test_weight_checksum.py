@@ -43,6 +43,10 @@ def test_any_flipped_bit_changes_it(data: bytes, bit: int) -> None:
     assert checksum_tensor(first) != checksum_tensor(second)
 
 
+def test_one_element_of_any_stride_has_a_checksum() -> None:
+    assert checksum_tensor(torch.tensor([7.0, 8.0])[::2]) == checksum_tensor(torch.tensor([7.0]))
+
+
 def test_a_swap_of_two_elements_changes_it() -> None:
     assert checksum_tensor(torch.tensor([1.0, 2.0, 3.0])) != checksum_tensor(torch.tensor([2.0, 1.0, 3.0]))
 

@@ -80,7 +80,7 @@ def _rewrite(files: Sequence[Path], options: argparse.Namespace) -> Path:
     output = Path(options.output)
     done = apply_orientation(files[0], output, DrawnOn(options.apply_exif))
     print(
-        f"{output}: {done.num_rows} rows were written with upright images, {len(done.images)} images anew",
+        f"{output}: all rows; {done.num_rows} of them name upright images now, {len(done.images)} images were written",
         file=sys.stderr,
     )
     return output

@@ -135,7 +135,7 @@ def test_apply_exif_writes_a_file_that_is_clean(tmp_path: Path) -> None:
     output = tmp_path / "new.jsonl"
     done = _run(file, "--apply-exif", "upright", "--output", output)
     assert done.returncode == 0
-    assert "1 rows were written with upright images, 1 images anew" in done.stderr
+    assert "all rows; 1 of them name upright images now, 1 images were written" in done.stderr
     assert done.stdout.splitlines()[-1].endswith(": no fault")
     again = _run(file, "--apply-exif", "upright", "--output", output)
     assert again.returncode == 2
