@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -160,7 +160,12 @@ def plan_launch(
         environment=_environment(outer),
         grace_s=_CHECK_GRACE_S,
     )
-    _refuse_shared_devices(*([learner] if learner else []), *(server.command for server in servers))
+    places = ["" if part is LaunchPart.ALL else server.address.host for server in servers]
+    placed = [
+        *([("", learner)] if learner else []),
+        *zip(places, [server.command for server in servers], strict=True),
+    ]
+    _refuse_shared_devices(placed)
     return LaunchPlan(
         servers=servers,
         learner=learner,
@@ -326,14 +331,14 @@ def _environment(
     return {**outer, "CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"}
 
 
-def _refuse_shared_devices(*commands: Command) -> None:
-    """What the configuration cannot see: one device by its number and by its name."""
-    owners: dict[str, str] = {}
-    for command in commands:
+def _refuse_shared_devices(placed: Iterable[tuple[str, Command]]) -> None:
+    """What the configuration cannot see, host by host: one device by its number and by its name."""
+    owners: dict[tuple[str, str], str] = {}
+    for host, command in placed:
         for device in filter(None, command.environment["CUDA_VISIBLE_DEVICES"].split(",")):
-            if device in owners:
+            owner = owners.setdefault((host, device), command.name)
+            if owner != command.name:
                 raise ConfigError(
-                    f"learner and servers need devices of their own, got {device} for both {owners[device]} and "
+                    f"learner and servers need devices of their own, got {device} for both {owner} and "
                     f"{command.name}; correct devices under launch"
                 )
-            owners[device] = command.name
