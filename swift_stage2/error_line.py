@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def print_error(command: str, message: object) -> None:
@@ -10,6 +11,7 @@ def print_error(command: str, message: object) -> None:
     if "tqdm" in sys.modules:  # a bar that is closed later, at exit, would stand behind the error
         from tqdm import tqdm
 
-        for bar in list(tqdm._instances):
-            bar.close()
+        with suppress(OSError, ValueError):  # its stream is gone
+            for bar in list(tqdm._instances):
+                bar.close()
     print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from swift_stage2.errors import ConfigError
 
 _REMEDY = "train an Instruct model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, in stage 1 as well"
 # The last part of a path or hub id, or the part that Hugging Face's cache names after the hub id.
-_THINKING_NAME = re.compile(r"-Thinking(-FP8)?(?=/snapshots/[^/]+/?$|/?$)")
+_THINKING_NAME = re.compile(r"-Thinking(-FP8)?(?=/snapshots/[^/]+/?$|/?$)", re.IGNORECASE)
 # Architectures whose every chat template in ms-swift begins an answer with thoughts, empty ones mostly.
 _THINKING = frozenset(
     {

@@ -45,7 +45,7 @@ def prove_server(
             _ask_canary(session, order, info, must_agree=same_dtypes)
         except ServerFault:
             if not info.stock:
-                _give_up(session, order)
+                give_up(session, order)
             raise
         shown += ["canary"] if same_dtypes else []
     if not info.stock:
@@ -63,11 +63,15 @@ def prove_server(
     return "+".join(shown)
 
 
-def _give_up(session: ServerSession, order: RoundOrder) -> None:
-    """Ends the round there at once; a server that does not hear of it ends it at the round's time."""
+def give_up(session: ServerSession, order: RoundOrder) -> None:
+    """Ends the round at a server of ours at once; a server that does not hear of it ends it at the round's time."""
+    if order.deadline.expired:  # nothing answered in time, and a push that is late is a hang
+        return
     wanted = protocol.FinishRequest(order.round_id, commit=False).to_json()
     with suppress(ServerFault):
-        session.post(protocol.FINISH_ROUND, wanted, Deadline(_GIVE_UP_TIMEOUT_S))
+        session.post(
+            protocol.FINISH_ROUND, wanted, Deadline(min(_GIVE_UP_TIMEOUT_S, order.deadline.remaining_s()))
+        )
 
 
 def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:

@@ -19,7 +19,7 @@ from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.round_records import RoundOrder, ServerReport
-from swift_stage2.server_proof import prove_server
+from swift_stage2.server_proof import give_up, prove_server
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_names import differing_names
 from swift_stage2.stock_server import ask_state_keys, is_foreign
@@ -108,7 +108,12 @@ class ServerPush(threading.Thread):
                     self._compare_names(session)
         with self._phase("connect"):
             transport = self._transports.setdefault(self.server, self._make_transport(info))
-            transport.open(session, self._endpoint, order.deadline)
+            try:
+                transport.open(session, self._endpoint, order.deadline)
+            except ServerFault:
+                if not info.stock:
+                    give_up(session, order)
+                raise
         sent = self._send_buckets(session, transport, dtypes)
         with self._phase("acknowledge"):
             session.post(protocol.PROCESS_WEIGHTS, {}, order.deadline)

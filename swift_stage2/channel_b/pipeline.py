@@ -28,6 +28,7 @@ from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.rollout_protocol import protect_from_abort
 from swift_stage2.scheduling.pacing import Pacer
@@ -48,6 +49,11 @@ _WORDS = {
     ReturnReason.OVERFLOW: "was pushed out of a full queue",
     ReturnReason.TIMED_OUT: "did not end in time",
 }
+
+
+_MOST_MISREAD = (
+    64  # asked once more with one that was not, so that a server which misreads all is told by few
+)
 
 
 class QuarantineReason:
@@ -247,7 +253,8 @@ class Pipeline:
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples, requests = [], []
         draws = self._source.draw(num_samples)
-        if self._misread.issuperset(each.key for each in draws):
+        most = min(len(draws) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
+        while len(draws) < most and self._misread.issuperset(each.key for each in draws):
             draws += self._source.draw(1)  # they alone would make their server suspect again
         for drawn in draws:
             try:

@@ -1,7 +1,8 @@
 """Whose fault it is when a server's prompt is not the learner's: a sample's, or the server's. Pure.
 
-A server with another processor, template or pixel limit differs on every sample, a bad sample differs alone: so a
-sample is given up only where its server agreed with the learner on another one. Called by the pipeline.
+A server with another processor or template differs on every sample, a bad sample differs alone: so a sample is given up
+only where its server agreed with the learner on another one. Other pixel limits differ on large images only, and are
+told by ``doctor`` and by the samples that are given up. Called by the pipeline.
 """
 
 from __future__ import annotations

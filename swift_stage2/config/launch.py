@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,7 +70,7 @@ class LearnerProcess:
     """Learner ranks that torchrun starts on each of its hosts."""
     nnodes: int = 1
     """Hosts of the learner, each with a ``launch --learner-only`` of its own."""
-    node_rank: int = 0
+    node_rank: int | None = None
     """Which of them this is, from 0; ``launch --node-rank`` overrides it, so that one file serves all."""
     rdzv_endpoint: str | None = None
     """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
@@ -81,7 +82,8 @@ class LearnerProcess:
     def __post_init__(self) -> None:
         rules.at_least("nproc_per_node", self.nproc_per_node, 1)
         rules.at_least("nnodes", self.nnodes, 1)
-        self.check_node_rank(self.node_rank)
+        if self.node_rank is not None:
+            self.check_node_rank(self.node_rank)
         self._check_rendezvous()
         rules.deadline("shutdown_timeout_s", self.shutdown_timeout_s)
         _check_devices(self.devices)
@@ -95,8 +97,8 @@ class LearnerProcess:
         """Raises ConfigError unless it is one of the learner's hosts."""
         if not 0 <= node_rank < self.nnodes:
             raise ConfigError(
-                f"node_rank must be at least 0 and below nnodes, got node_rank={node_rank} nnodes={self.nnodes}; write "
-                "launch.learner.nnodes, or another --node-rank"
+                f"node_rank must be at least 0 and below nnodes, got node_rank={node_rank} nnodes={self.nnodes}; "
+                "correct launch.learner.nnodes or --node-rank"
             )
 
     def _check_rendezvous(self) -> None:
@@ -107,10 +109,11 @@ class LearnerProcess:
                 "write both or neither"
             )
         host, _, port = (endpoint or "host:1").rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        has_host = bool(re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host))
+        if not has_host or not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ConfigError(
                 f"rdzv_endpoint must be HOST:PORT of the learner's host 0, got rdzv_endpoint={endpoint!r}; write it "
-                "like rdzv_endpoint: learner-0:29400"
+                "like rdzv_endpoint: learner-0:29400, or [fd00::1]:29400"
             )
 
 

@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{num_bytes / (1 << 20):.1f} MiB of wheels for Python {options.python} in {options.collect}")
         return 0
     started = time.monotonic()
-    directory = claim_directory(options.output, keep=options.keep)
     with tempfile.TemporaryDirectory(prefix="swift-stage2-gpu-check-") as scratch:
         environment = _environment(options, Path(scratch))
+        directory = claim_directory(options.output, keep=options.keep)  # only now: it clears an earlier check
         report = Report(directory, rehearsal=options.rehearse, started=started)
         run_stages(_wanted(options.stages), report, environment, Path(scratch), options.deadline_s)
     print(f"report: {directory / PAGE_FILE} and {JSON_FILE}")

@@ -40,7 +40,12 @@ def collect(directory: Path, python_version: str = PYTHON_VERSION) -> int:
     Raises:
         UserError: the registry does not give them, or the folder is larger than ``MOST_BYTES``.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--collect must be a folder that can be written, got {directory} ({error})"
+        ) from error
     target = ["--python-version", python_version, "--implementation", "cp", "--only-binary=:all:"]
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     options = ["download", "--no-deps", "--quiet", "--dest", str(directory), *target, *platforms]

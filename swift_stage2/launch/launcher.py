@@ -17,7 +17,7 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.ports import is_here, refuse_busy_ports
+from swift_stage2.launch.ports import is_here, refuse_busy_ports, refuse_deaf_endpoint
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.rank_end import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
@@ -77,6 +77,8 @@ def launch(
     )
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
+    if (endpoint := config.launch.learner.rdzv_endpoint) is not None:
+        refuse_deaf_endpoint(endpoint)
     check_model(config.swift)
     check_family(config)
     check_data(config)
@@ -107,10 +109,15 @@ def _serve_this_machine(
 ) -> int:
     """The servers whose ``base_url`` is this machine's, until a signal comes; the learner runs elsewhere."""
     if not plan.servers:
-        hosts = ", ".join(server.host for server in config.rollout.servers)
+        hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
         raise ConfigError(
             "launch --servers-only starts the servers whose base_url has a host of this machine, got launch.servers "
-            f"with hosts={hosts}; write an address of this machine into rollout.servers[].base_url"
+            f"with hosts={hosts or 'none'}; "
+            + (
+                "write an address or name of this machine that it can resolve into rollout.servers[].base_url"
+                if hosts
+                else "add an entry to launch.servers for each of rollout.servers"
+            )
         )
     refuse_busy_ports(plan.servers)
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")

@@ -130,6 +130,13 @@ def plan_launch(
     """
     process = config.launch.learner
     node_rank = process.node_rank if node_rank is None else node_rank
+    if node_rank is None:
+        if process.nnodes > 1 and part is not LaunchPart.SERVERS:
+            raise ConfigError(
+                f"each host of a learner has a number, got launch.learner.nnodes={process.nnodes} without one; say "
+                "launch --learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
+            )
+        node_rank = 0
     process.check_node_rank(node_rank)
     name = "learner" if process.nnodes == 1 else f"learner.node{node_rank}"
     log_dir = _run_dir(config) / "logs"
@@ -258,7 +265,7 @@ def _rendezvous(process: LearnerProcess) -> dict[str, str]:
     if process.rdzv_endpoint is None:
         return {}
     host, _, port = process.rdzv_endpoint.rpartition(":")
-    return {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": _RUN_ID}
+    return {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": str(int(port)), "TORCHELASTIC_RUN_ID": _RUN_ID}
 
 
 def _plan_learner(

@@ -97,6 +97,25 @@ def is_here(host: str) -> bool:
     return True
 
 
+def refuse_deaf_endpoint(endpoint: str) -> None:
+    """Checks ``launch.learner.rdzv_endpoint``, which torchrun would wait for without a word.
+
+    Raises:
+        ConfigError: its host has no address here, or it is this machine's and its port is in use.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host, key = host.strip("[]"), "launch.learner.rdzv_endpoint"
+    try:
+        socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(
+            f"{key} must have a name that this machine can resolve, got host={host!r} ({exc}); correct it, or write an "
+            "address"
+        ) from exc
+    if is_here(host):
+        refuse_busy(host, int(port), key)
+
+
 def refuse_busy(host: str, port: int, key: str) -> None:
     """Checks one port; ``key`` is the one in the configuration that names it. Raises as ``refuse_busy_ports``."""
     try:

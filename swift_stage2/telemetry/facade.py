@@ -164,8 +164,8 @@ class Telemetry:
 
     @property
     def unused_b(self) -> str:
-        """Why channel B was wanted and never ran in this process, on all ranks alike; empty when all is well."""
-        return self._unused_b.describe()
+        """Why channel B was wanted and never ran, also before a resume; on all ranks alike, empty when all is well."""
+        return "" if self.counters.value("b_steps_run") else self._unused_b.describe()
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""

@@ -602,15 +602,16 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
     assert bench.client.distrusted == []
 
 
-def test_a_sample_that_alone_condemned_its_server_is_asked_with_another_one(
-    make_bench: Callable[..., Bench],
+@pytest.mark.parametrize("num_bad", [1, 2, 3])
+def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
+    make_bench: Callable[..., Bench], num_bad: int
 ) -> None:
-    """Otherwise it would come back first, alone, and condemn a sound server for ever."""
+    """Otherwise they would come back first, alone, and condemn a sound server for ever."""
     bench = make_bench()
     bad: list[SampleKey] = []
 
     def misreads_the_first(samples: Sequence[Sample]) -> BatchOutcome:
-        bad.extend(key for key in [samples[0].key] if not bad)
+        bad.extend([s.key for s in samples if s.key not in bad][: num_bad - len(bad)])
         answers = [(_misread if s.key in bad else bench.client.answer_all)([s]) for s in samples]
         return BatchOutcome(rollouts=tuple(rollout for answer in answers for rollout in answer.rollouts))
 
@@ -618,10 +619,13 @@ def test_a_sample_that_alone_condemned_its_server_is_asked_with_another_one(
     bench.observe(max_prompts=1)
     assert bench.pipeline._work_once()
     assert (bench.client.distrusted, bench.events.quarantines) == (["http://127.0.0.1:1"], [])
-    assert bench.pipeline._work_once()
-    assert [len(call) for call in bench.client.calls] == [1, 2]
-    assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [(bad[0], "prompt_mismatch")]
-    assert len(bench.client.distrusted) == 1
+    for _ in range(num_bad):
+        assert bench.pipeline._work_once()
+    assert [len(call) for call in bench.client.calls] == list(range(1, num_bad + 2))
+    assert [(key, why) for key, why, _ in bench.events.quarantines] == [
+        (key, "prompt_mismatch") for key in bad
+    ]
+    assert len(bench.client.distrusted) == num_bad
     assert len(bench.events.segments) == 1
 
 
