@@ -129,14 +129,8 @@ def plan_launch(
             not leave visible or that two processes would share.
     """
     process = config.launch.learner
-    node_rank = process.node_rank if node_rank is None else node_rank
-    if node_rank is None:
-        if process.nnodes > 1 and part is not LaunchPart.SERVERS:
-            raise ConfigError(
-                f"each host of a learner has a number, got launch.learner.nnodes={process.nnodes} without one; say "
-                "launch --learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
-            )
-        node_rank = 0
+    given_rank = process.node_rank if node_rank is None else node_rank
+    node_rank = given_rank or 0
     process.check_node_rank(node_rank)
     name = "learner" if process.nnodes == 1 else f"learner.node{node_rank}"
     log_dir = _run_dir(config) / "logs"
@@ -157,6 +151,11 @@ def plan_launch(
                 f"{process.nnodes}; run launch --servers-only on the servers' hosts and launch --learner-only on each "
                 "of the learner's"
             )
+    if given_rank is None and process.nnodes > 1 and part is not LaunchPart.SERVERS:
+        raise ConfigError(
+            f"each host of a learner has a number, got launch.learner.nnodes={process.nnodes} without one; say "
+            "launch --learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
+        )
     words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
     learner = None
     if part is not LaunchPart.SERVERS:

@@ -250,7 +250,7 @@ def test_one_file_gives_every_host_of_the_learner_its_ranks() -> None:
     launch = {"servers": [{}], "learner": SEVERAL}
     plans = [
         plan_launch(config(launch=launch), Path("run.yaml"), OUTER, part=LaunchPart.LEARNER, node_rank=rank)
-        for rank in (None, 1)
+        for rank in (0, 1)
     ]
     for rank, plan in enumerate(plans):
         assert plan.servers == ()
@@ -288,6 +288,9 @@ def test_group_bind_reaches_servers_of_ours_alone() -> None:
         ({"servers": [{}], "learner": SEVERAL}, {}, "run launch --servers-only on the servers' hosts"),
         ({"learner": SEVERAL}, {"node_rank": 2}, "got node_rank=2 nnodes=2"),
         ({"learner": SEVERAL}, {"node_rank": -1}, "got node_rank=-1 nnodes=2"),
+        ({"learner": SEVERAL}, {}, "each host of a learner has a number"),
+        ({"learner": SEVERAL | {"rdzv_endpoint": "http://learner-0:29400"}}, {}, "must be HOST:PORT"),
+        ({"learner": SEVERAL | {"rdzv_endpoint": "fd00::2:29400"}}, {}, "must be HOST:PORT"),
         ({"learner": {"nnodes": 2}}, {}, "go together, got nnodes=2 rdzv_endpoint=None"),
         ({"learner": {"rdzv_endpoint": "a:1"}}, {}, "go together, got nnodes=1 rdzv_endpoint='a:1'"),
         ({"learner": SEVERAL | {"rdzv_endpoint": "learner-0"}}, {}, "must be HOST:PORT"),

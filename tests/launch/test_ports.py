@@ -16,7 +16,14 @@ from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.plan import LaunchPart, PlannedServer
-from swift_stage2.launch.ports import Listener, is_here, is_quiet, listener_at, refuse_busy_ports
+from swift_stage2.launch.ports import (
+    Listener,
+    is_here,
+    is_quiet,
+    listener_at,
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+)
 from swift_stage2.launch.process_tree import Command
 
 
@@ -133,3 +140,15 @@ def test_another_users_listener_has_no_process_at_any_look(
         psutil, "net_connections", lambda kind: [entry._replace(pid=None) for entry in real(kind=kind)]
     )
     assert listener_at("127.0.0.1", busy_port) == Listener(None, "another user's")
+
+
+def test_a_rendezvous_that_torchrun_would_wait_for_in_silence_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint must have a name .*, got host='nowhere\.invalid'"):
+        refuse_deaf_endpoint("nowhere.invalid:29400")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} of launch\.learner\.rdzv_endpoint must be free"):
+            refuse_deaf_endpoint(f"127.0.0.1:{port}")
+    refuse_deaf_endpoint(f"127.0.0.1:{port}")
