@@ -470,7 +470,7 @@ def detection_task(config: Stage2Config, span: EnterSpan = untraced) -> Detectio
 
 
 def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
-    """Where each of ``rollout.servers`` answers and takes weights."""
+    """The addresses at which each of ``rollout.servers`` answers and takes weights."""
     return tuple(
         ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
         for server in rollout.servers

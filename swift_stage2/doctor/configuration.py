@@ -124,7 +124,7 @@ def _device_list(devices: tuple[int | str, ...]) -> str:
 
 
 def _num_devices() -> int:
-    """That CUDA_VISIBLE_DEVICES leaves visible here: devices under ``launch`` count these."""
+    """Entries that CUDA_VISIBLE_DEVICES leaves visible here; devices under ``launch`` count these."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in ten minutes, without network or weights from a hub: one JSON and one page.
+"""Shows what only a GPU can, in ten minutes, without network or weights from a hub: one JSON and one page.
 
     run             swift-stage2 gpu-check: every stage in a process of its own, one after the other
     stage           what a stage is, is given and leaves behind

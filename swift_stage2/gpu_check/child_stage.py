@@ -29,7 +29,7 @@ def run_child(
     rehearsal: bool,
     grace_s: float,
 ) -> tuple[Status, str]:
-    """How the stage ended, and why in one line unless it passed; its files are in ``results``.
+    """Returns the end of the stage, and why in one line unless it passed; its files are in ``results``.
 
     Raises:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; the stage has been ended.

@@ -115,7 +115,7 @@ def _note_what_was_seen(context: Context, name: str, seen: dict[str, Any], expec
 
 
 def _read_elsewhere(where: dict[str, Any], *descriptors: int) -> dict[str, Any]:
-    """What a process of its own says of these bytes; ``run`` ends and reaps it on every path."""
+    """Asks a process of its own about these bytes; ``run`` ends and reaps it on every path."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "swift_stage2.gpu_check.ipc_reader"],

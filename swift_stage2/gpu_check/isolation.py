@@ -52,7 +52,7 @@ def run(context: Context) -> None:
 
 
 def _refusal(encoder: Encoder, samples: list[Sample], loss: Any) -> str:
-    """What the packing check says against these packs; nothing if it accepts them."""
+    """Returns the packing check's objection to these packs, or nothing."""
     task = DetectionTask(
         dialect="object_list", weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
         unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,

@@ -25,7 +25,7 @@ def synchronise(device: str) -> None:
 
 
 def timed(device: str, work: Callable[[], ResultT]) -> tuple[ResultT, float]:
-    """What ``work`` returns, and its seconds with all that it queued."""
+    """Returns the result of ``work``, and its seconds with all that it queued."""
     synchronise(device)
     started = time.perf_counter()
     result = work()

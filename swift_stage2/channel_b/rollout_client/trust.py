@@ -26,7 +26,7 @@ class ServerTrust:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
+        """True once its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
         with self._lock:
             return self._has_agreed
 
