@@ -36,6 +36,9 @@ class StockSession(server_push.ServerSession):
     def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
         return {"message": "status: True"}
 
+    def get(self, path: str, deadline: Any, **_: Any) -> Any:
+        return {"keys": []}
+
 
 class FailsInAGather(GatheredExport):
     def _gathered(self, own: Any) -> Any:

@@ -346,6 +346,7 @@ def test_a_row_without_answer_is_refused(encoder: Encoder, rows: list[dict[str, 
 
 def test_what_channel_a_does_to_its_template_does_not_reach_the_encoder(rows: list[dict[str, Any]]) -> None:
     template = make_template()
+    template.processor = copy.deepcopy(template.processor)  # the other tests' as well
     encoder, sample = make_encoder(template), sample_of(rows[0])
     before = segment_of(encoder, make_task(), sample)
     template.set_mode("transformers")
