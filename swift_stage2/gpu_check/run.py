@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Report:
-    """What was found so far; written to both files with every stage."""
+    """Collects the findings so far and writes both files with every stage."""
 
     def __init__(self, directory: Path, *, rehearsal: bool, started: float) -> None:
         self.directory = directory
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def rehearsal(self) -> bool:
-        """Whether nothing here is about a GPU."""
+        """True when nothing here is about a GPU."""
         return self._rehearsal
 
     @property

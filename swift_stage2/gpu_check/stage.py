@@ -14,7 +14,7 @@ Figure = str | int | float | bool
 
 
 class Status(StrEnum):
-    """How a stage ended."""
+    """The end of a stage."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -50,13 +50,13 @@ class FigureLog:
 
     @staticmethod
     def read(path: Path) -> dict[str, Figure]:
-        """What was noted there; nothing if nothing was."""
+        """Reads the notes of a file; empty if there are none."""
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Where a stage runs, and how much time it has."""
+    """The place and the time that a stage has to run."""
 
     rehearsal: bool
     """On the CPU, with tiny shapes."""

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_stage(stage: Stage, context: Context) -> tuple[Status, str]:
-    """How it ended, and in one line why, unless it passed."""
+    """Returns its end, and in one line why, unless it passed."""
     missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Status.SKIPPED, f"needs {', '.join(missing)}, not installed here"

@@ -64,6 +64,6 @@ class StandInPeer:
         self._released.set()
 
     def destroy(self) -> None:
-        """What vLLM calls NCCL's abort."""
+        """Stands in for NCCL's abort, under the name that vLLM calls."""
         self.aborted = True
         self.release()

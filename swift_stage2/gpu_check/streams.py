@@ -56,7 +56,7 @@ def run(context: Context) -> None:
 def _send_beside_training(
     device: str, flat: torch.Tensor, peer: StandInPeer
 ) -> tuple[BaseException | None, float, int]:
-    """How the send ended, after how long, and the steps that were taken meanwhile."""
+    """Returns the end of the send, its seconds, and the steps that were taken meanwhile."""
     transport = StockTransport(torch.device(device))
     transport._communicator = peer  # in the place of what ``open`` makes with a server
     started = time.monotonic()
