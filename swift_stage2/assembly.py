@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
@@ -55,7 +54,9 @@ from swift_stage2.packing_isolation import (
 from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.preprocessing_check import check_preprocessing
-from swift_stage2.progress_watch import ProgressWatch
+from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.progress_watch import ProgressWatch
+from swift_stage2.process.standing import Standing
 from swift_stage2.row_lengths import RowLengths, measure_lengths
 from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
@@ -65,7 +66,6 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_wait import wait_for_servers
 from swift_stage2.stage2_run import Stage2Run
-from swift_stage2.standing import Standing
 from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry

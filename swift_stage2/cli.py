@@ -21,8 +21,8 @@ from swift_stage2.error_line import print_error
 from swift_stage2.errors import UserError
 
 if TYPE_CHECKING:
-    from swift_stage2.agent_watch import AgentWatch
     from swift_stage2.config import Stage2Config
+    from swift_stage2.process.agent_watch import AgentWatch
 
 _FAILED = 1
 _USER_MISTAKE = 2
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.agent_watch import AgentWatch
+    from swift_stage2.process.agent_watch import AgentWatch
 
     with AgentWatch(os.environ) as agent:  # before the slow imports
         return _train_watched(config_path, agent, resume=resume)
@@ -165,7 +165,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.model_check import check_model
     from swift_stage2.model_family import check_family
-    from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
+    from swift_stage2.process.rank_environment import check_gloo_address, check_rank_environment
     from swift_stage2.rank_work import train_rank
 
     def work() -> int:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.records import Pack
@@ -24,6 +23,7 @@ from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.fence import InferFence
 from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import PinnedEvaluation
+from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight

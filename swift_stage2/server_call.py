@@ -18,8 +18,8 @@ import httpx
 
 from swift_stage2.cuttable_call import CuttableCall
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
+from swift_stage2.process.tcp_probe import http_remedy
 from swift_stage2.server_answer import Answer, read_answer
-from swift_stage2.tcp_probe import http_remedy
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)

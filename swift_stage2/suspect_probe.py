@@ -11,8 +11,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.errors import ServerFault
+from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.stock_server import require_workers
 

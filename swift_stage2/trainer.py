@@ -43,12 +43,12 @@ from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication
 from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.model_check import check_model  # noqa: E402
-from swift_stage2.round_watch import EXIT_HANG  # noqa: E402
+from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
+from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
+from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
-from swift_stage2.tcp_probe import why_deaf  # noqa: E402
-from swift_stage2.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
 from swift_stage2.weight_transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.heap_trim import HeapTrim
+from swift_stage2.process.heap_trim import HeapTrim
+from swift_stage2.process.round_watch import RoundWatch
 from swift_stage2.round_records import Canary, RoundOrder, RoundOutcome, ServerReport
-from swift_stage2.round_watch import RoundWatch
 from swift_stage2.server_push import ServerPush, close_quietly, describe_fault
 from swift_stage2.server_session import Deadline
 from swift_stage2.telemetry.spans import EnterSpan, untraced

@@ -10,12 +10,12 @@ import time
 
 import torch
 
-from swift_stage2.background_call import BackgroundCall
 from swift_stage2.errors import CheckFailed, ServerFault
 from swift_stage2.gpu_check.lone_nccl import LoneNccl
 from swift_stage2.gpu_check.measuring import synchronise
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.gpu_check.stand_in_peer import StandInPeer
+from swift_stage2.process.background_call import BackgroundCall
 from swift_stage2.server_session import Deadline
 from swift_stage2.weight_transport import StockTransport
 

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from swift_stage2.error_line import print_error
-from swift_stage2.heap_trim import HeapTrim
 from swift_stage2.http_listener import HttpServer, bind, configure_logging, warn_when_open
+from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.server_children import ServerChildren

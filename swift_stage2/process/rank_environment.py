@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.tcp_probe import local_address_towards
+from swift_stage2.process.tcp_probe import local_address_towards
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"

@@ -6,7 +6,7 @@ import threading
 
 import psutil
 
-from swift_stage2.heap_trim import HeapTrim
+from swift_stage2.process.heap_trim import HeapTrim
 
 _CHUNK = 100 << 10  # below the size from which glibc maps memory by itself
 _NUM_CHUNKS = 600

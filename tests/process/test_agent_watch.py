@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.agent_watch import AgentWatch
+from swift_stage2.process.agent_watch import AgentWatch
 
 _DEADLINE_S = 90.0
 _RANK = """
 import os, pathlib, signal, sys
-from swift_stage2.agent_watch import AgentWatch
+from swift_stage2.process.agent_watch import AgentWatch
 folder, manner, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 def save(*_):
     (folder / f"saved{rank}").touch()
@@ -45,7 +45,7 @@ cli.main(["train", "none.yaml"])
 """
 _AGENT_ENDS_FIRST = """
 import os, sys
-from swift_stage2 import agent_watch
+from swift_stage2.process import agent_watch
 from swift_stage2.errors import UserError
 if not os.fork():
     agent, open_pidfd = os.getppid(), os.pidfd_open

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.errors import UserError
-from swift_stage2.visible_devices import require_known_accelerator, require_visible_devices
+from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 
-STAGE1 = Path(__file__).parents[1] / "swift_stage2" / "demo" / "stage1"
+STAGE1 = Path(__file__).parents[2] / "swift_stage2" / "demo" / "stage1"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swift_stage2.errors import UserError
-from swift_stage2.rank_environment import check_gloo_address, check_rank_environment
+from swift_stage2.process.rank_environment import check_gloo_address, check_rank_environment
 
 WHOLE = {
     "RANK": "1",

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from swift_stage2.background_call import BackgroundCall
-from swift_stage2.thread_stacks import thread_stacks
+from swift_stage2.process.background_call import BackgroundCall
+from swift_stage2.process.thread_stacks import thread_stacks
 
 logger = logging.getLogger(__name__)
 

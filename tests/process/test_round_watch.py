@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import TCPStore
 from two_rank_hang import TIMEOUT_S
 
-from swift_stage2 import round_watch
 from swift_stage2.collectives import NoteBoard
-from swift_stage2.round_watch import EXIT_HANG, RoundWatch
+from swift_stage2.process import round_watch
+from swift_stage2.process.round_watch import EXIT_HANG, RoundWatch
 
 PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).with_name("two_rank_hang.py")

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from swift_stage2.standing import Standing
-from swift_stage2.thread_stacks import thread_stacks
+from swift_stage2.process.standing import Standing
+from swift_stage2.process.thread_stacks import thread_stacks
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from swift_stage2.progress_watch import ProgressWatch
-from swift_stage2.standing import Standing
+from swift_stage2.process.progress_watch import ProgressWatch
+from swift_stage2.process.standing import Standing
 from swift_stage2.telemetry.activity import Activity, ActivityClock
 
 LIMIT_S = 10.0

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swift_stage2.background_call import BackgroundCall
+from swift_stage2.process.background_call import BackgroundCall
 
 LONGEST_WAIT_S = 20.0
 
