@@ -58,6 +58,7 @@ from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
 from swift_stage2.row_lengths import RowLengths, measure_lengths
+from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
@@ -66,7 +67,6 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_wait import wait_for_servers
 from swift_stage2.stage2_run import Stage2Run
-from swift_stage2.surroundings import surroundings
 from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep

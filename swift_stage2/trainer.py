@@ -29,12 +29,11 @@ from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 
-from swift_stage2 import resume, rollout_protocol  # noqa: E402
+from swift_stage2 import rollout_protocol  # noqa: E402
 from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
-from swift_stage2.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
@@ -46,6 +45,8 @@ from swift_stage2.model_check import check_model  # noqa: E402
 from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
+from swift_stage2.run_directory import resume  # noqa: E402
+from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402

@@ -30,7 +30,7 @@ from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 
 BUDGET = 0.9
 B_RATIO = 0.25

@@ -24,7 +24,7 @@ from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 
 SECONDS_BUDGET = 0.002
 SECONDS_BUDGET_RANKS = 2

@@ -30,7 +30,7 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_sync import RoundOutcome, WeightSync

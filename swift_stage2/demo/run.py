@@ -25,7 +25,7 @@ from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_o
 from swift_stage2.demo.training import score, train, words_of_launcher
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 

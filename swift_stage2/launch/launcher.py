@@ -27,9 +27,9 @@ from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.model_check import check_hub_ids, check_model
 from swift_stage2.model_family import check_family
-from swift_stage2.resume import check_world_size
-from swift_stage2.run_directory import starting_point
-from swift_stage2.run_lock import hold_run_directory
+from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory.resume import check_world_size
 
 _USER_MISTAKE = 2
 _NO_SERVER_LEFT = 1

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from swift_stage2 import resume
 from swift_stage2.assembly import detection_task, progress_watch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import Rows, usable_rows
@@ -24,9 +23,10 @@ from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.replay.verdict import Verdict
+from swift_stage2.run_directory import resume
+from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.sample_checks import usable_samples
 from swift_stage2.stage2_run import Stage2Run
-from swift_stage2.surroundings import surroundings
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.trainer import Stage2Trainer, run_pipeline
 

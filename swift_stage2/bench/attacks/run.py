@@ -13,7 +13,7 @@ from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 
 GROUPS: Mapping[str, ModuleType] = {"answers": answers, "requests": requests, "rounds": rounds}
 _FAILED = 1
