@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
@@ -51,7 +50,6 @@ from swift_stage2.packing_isolation import (
     empty_rollout,
     isolation_batches,
 )
-from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.preprocessing_check import check_preprocessing
 from swift_stage2.process.background_failures import BackgroundFailures
@@ -66,8 +64,10 @@ from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.server_wait import wait_for_servers
+from swift_stage2.servers import protocol
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.stage2_run import Stage2Run
-from swift_stage2.suspect_probe import SuspectProbe
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from swift_stage2.errors import ServerFault, WeightSyncError
-from swift_stage2.server_session import Deadline
+from swift_stage2.servers.session import Deadline
 
 ItemT = TypeVar("ItemT")
 

@@ -21,7 +21,6 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.fence import InferFence
-from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
@@ -32,7 +31,8 @@ from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.weight_sync import RoundOutcome, WeightSync
 
 logger = logging.getLogger(__name__)

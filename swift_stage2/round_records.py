@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from swift_stage2.config import Proof
-from swift_stage2.rollout_protocol import TensorSpec
-from swift_stage2.server_session import Deadline
+from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers.session import Deadline
 
 
 class Canary(Protocol):

@@ -10,8 +10,8 @@ from typing import Any
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import OnPending, Stage2Config
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.stock_server import ask_world_size, is_foreign
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size, is_foreign
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0

@@ -29,7 +29,6 @@ from swift.trainers import Seq2SeqTrainer, TrainerFactory  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 
-from swift_stage2 import rollout_protocol  # noqa: E402
 from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
@@ -48,6 +47,7 @@ from swift_stage2.process.visible_devices import require_known_accelerator, requ
 from swift_stage2.run_directory import resume  # noqa: E402
 from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
+from swift_stage2.servers import protocol as rollout_protocol  # noqa: E402
 from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.weight_transport import WeightTransport  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weight_checksum import all_finite
 
 _ADAPTER_PREFIX = "base_model.model."

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.process.background_call import BackgroundCall
 from swift_stage2.process.tcp_probe import connection_error, group_remedy, local_address_towards
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.stock_server import ask_world_size
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.weight_stream import WeightStream, connect_stream
 
 _POLL_S = 0.001

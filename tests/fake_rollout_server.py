@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 LONGEST_WAIT_S = 20.0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from fake_rollout_server import Answer, Call, FakeRolloutServer, output
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 _ROUTES = {
     protocol.WORLD_SIZE: "get_world_size",

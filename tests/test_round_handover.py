@@ -11,11 +11,11 @@ import torch
 from fake_rollout_server import FakeRolloutServer, outputs
 from torch import nn
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2 import weight_sync
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCanary
 
-from swift_stage2 import rollout_protocol, server_push, weight_sync
+from swift_stage2 import server_push, weight_sync
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.process.round_watch import EXIT_HANG
+from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
 

@@ -23,14 +23,14 @@ from swift_stage2.collectives import join_control_group, together
 from swift_stage2.errors import ConfigError, Stage2Error
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, ServerReport, WeightSync
 
@@ -317,7 +317,8 @@ def export_fails() -> dict[str, Any]:
 
 def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
     """The first step's round, with a server that answers everything."""
-    from swift_stage2 import rollout_protocol, server_push
+    from swift_stage2 import server_push
+    from swift_stage2.servers import protocol as rollout_protocol
 
     class StockSession(server_push.ServerSession):
         def info(self, deadline: Any) -> Any:

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ChildFailed, ProtocolError
+from swift_stage2.servers import protocol
 
 _REPLY_S = 300.0
 _START_S = 60.0

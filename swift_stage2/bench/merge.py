@@ -21,7 +21,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.client_ranks import ClientRanks
 from swift_stage2.bench.servers import BenchServers, ServerKind
 from swift_stage2.command_parser import CommandParser
@@ -30,6 +29,7 @@ from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import UserError
 from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.servers import protocol
 
 MERGED = "stock merged"
 NAIVE = "stock naive"

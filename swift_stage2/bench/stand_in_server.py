@@ -26,13 +26,13 @@ from swift_stage2.bench.crowds import half_right_answer
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
-from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_server.app import serve
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers.request_limits import RequestLimits
 
 SPREAD = 0.5
 """A wait is drawn evenly from ``1 - SPREAD`` to ``1 + SPREAD`` times the mean."""

@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
 from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.bench.sized_model import write_model
@@ -31,7 +30,8 @@ from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.run_directory.output import claim_directory
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_sync import RoundOutcome, WeightSync
 from swift_stage2.weight_transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport

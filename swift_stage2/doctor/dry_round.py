@@ -12,14 +12,14 @@ from contextlib import suppress
 
 from torch import nn
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import RolloutConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
 from swift_stage2.errors import ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import Canary, ServerReport, WeightSync
 

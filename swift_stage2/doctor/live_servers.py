@@ -25,7 +25,7 @@ from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import TimedCall
 from swift_stage2.doctor.server_identity import ServerIdentity
 from swift_stage2.errors import WeightSyncHang
-from swift_stage2.server_session import ServerSession
+from swift_stage2.servers.session import ServerSession
 from swift_stage2.weight_export import WeightExport
 
 _NUM_PROMPTS = 3

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.config import RolloutConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.rollout_protocol import RefusalReason, ServerInfo
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.stock_server import ask_world_size, is_foreign
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import RefusalReason, ServerInfo
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size, is_foreign
 
 _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0

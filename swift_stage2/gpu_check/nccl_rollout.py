@@ -32,7 +32,7 @@ from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.errors import CheckFailed, CheckSkipped
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import StockTransport

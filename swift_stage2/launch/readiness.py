@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 
 _PAUSE_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0

@@ -18,13 +18,19 @@ from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.rules import variable_option, without_credentials
 from swift_stage2.errors import UserError
-from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind, configure_logging, warn_when_open
-from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.silence_watch import SilenceWatch
 from swift_stage2.rollout_merger.upstream import Upstream
+from swift_stage2.servers.listener import (
+    SHUTDOWN_GRACE_S,
+    HttpServer,
+    bind,
+    configure_logging,
+    warn_when_open,
+)
+from swift_stage2.servers.request_limits import add_limits, read_limits
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.batching import BatchQueue, Task
 from swift_stage2.errors import EngineUnavailable, ProtocolError, UpstreamLost, UpstreamTimeout
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, split
 from swift_stage2.rollout_merger.upstream import Reply, Upstream
+from swift_stage2.servers import protocol
+from swift_stage2.servers.batching import BatchQueue, Task
 
 _log = logging.getLogger(__name__)
 _OK = 200

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ProtocolError
+from swift_stage2.servers import protocol
 
 _MOST_TOKENS = 1 << 16
 

@@ -17,15 +17,15 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.conversation_check import check_conversations
 from swift_stage2.errors import ProtocolError, RequestTooLarge, UpstreamLost, UpstreamTimeout
-from swift_stage2.http_listener import bearer_check
-from swift_stage2.request_body import parse_json, read_body
-from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.rollout_merger.upstream import Reply
+from swift_stage2.servers import protocol
+from swift_stage2.servers.conversation_check import check_conversations
+from swift_stage2.servers.listener import bearer_check
+from swift_stage2.servers.request_body import parse_json, read_body
+from swift_stage2.servers.request_limits import RequestLimits
 
 _UPLOAD_TIMEOUT_S = 60.0
 _DECODING_THREADS = 2

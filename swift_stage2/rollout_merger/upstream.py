@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from swift_stage2.errors import FaultKind, ServerFault, UpstreamLost, UpstreamTimeout
-from swift_stage2.server_call import ServerCaller
+from swift_stage2.servers.call import ServerCaller
 
 _JSON = "application/json"
 _UNUSABLE = 500  # and not 502, which says that the server is lost

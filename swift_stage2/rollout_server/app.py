@@ -15,13 +15,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from swift_stage2.error_line import print_error
-from swift_stage2.http_listener import HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.server_children import ServerChildren
 from swift_stage2.rollout_server.server_command import LoadingEngine, ServerCommand
 from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.servers.listener import HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.standard_output import let_go
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.model_check import check_checkpoint, check_hub_id
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
-from swift_stage2.request_limits import add_limits, read_limits
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.servers.request_limits import add_limits, read_limits
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from swift_stage2.rollout_protocol import Completion, TensorSpec
+from swift_stage2.servers.protocol import Completion, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

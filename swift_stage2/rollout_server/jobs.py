@@ -13,8 +13,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from swift_stage2.rollout_protocol import Completion
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling, WeightStamp
+from swift_stage2.servers.protocol import Completion
 
 if TYPE_CHECKING:  # importing ms-swift takes seconds; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import EncodedRow

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import RefusalReason, TensorSpec
 from swift_stage2.rollout_server.weight_receiver import Bucket, ReceivedWeights
+from swift_stage2.servers.protocol import RefusalReason, TensorSpec
 
 _MAX_SHOWN = 5
 

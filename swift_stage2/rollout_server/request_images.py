@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from swift_stage2.image_opening import decode_base64, load_image
+from swift_stage2.servers.image_opening import decode_base64, load_image
 
 
 def decode_image(data: str) -> Image.Image:

@@ -20,16 +20,16 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, RoundFailed, RoundRefused
-from swift_stage2.http_listener import bearer_check
-from swift_stage2.request_body import BodyRoom, parse_json
-from swift_stage2.request_limits import RequestLimits
-from swift_stage2.rollout_protocol import AbortRequest, Completion, FinishRequest, RoundRequest
 from swift_stage2.rollout_server.attended_call import retrieve, while_attended
 from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
 from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
+from swift_stage2.servers import protocol
+from swift_stage2.servers.listener import bearer_check
+from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest
+from swift_stage2.servers.request_body import BodyRoom, parse_json
+from swift_stage2.servers.request_limits import RequestLimits
 
 _DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_server.engine import Engine
+from swift_stage2.servers.request_limits import RequestLimits
 
 
 class LoadingEngine(Engine, Protocol):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ProtocolError
-from swift_stage2.rollout_protocol import ServerInfo, TensorSpec
 from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, num_bytes
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
+from swift_stage2.servers.protocol import ServerInfo, TensorSpec
 
 
 class RolloutService:

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift_stage2.batching import BatchQueue, Task
 from swift_stage2.errors import EngineUnavailable, RoundFailed, UserError
-from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     EngineState,
@@ -31,6 +29,8 @@ from swift_stage2.rollout_server.engine import (
 )
 from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
 from swift_stage2.rollout_server.jobs import Job, JobAborted, JobBook
+from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weight_checksum import checksum_tensor
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it

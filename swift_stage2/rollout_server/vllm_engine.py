@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed, UserError
-from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     EngineState,
@@ -36,6 +35,7 @@ from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
 from swift_stage2.rollout_server.jobs import Job, JobBook
 from swift_stage2.rollout_server.load_trace import Piece, resident_checksums
 from swift_stage2.rollout_server.shared_staging import SharedStaging
+from swift_stage2.servers.protocol import TensorSpec
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed
-from swift_stage2.rollout_protocol import TensorSpec
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weight_checksum import all_finite, checksum_tensor
 from swift_stage2.weight_stream import WeightListener, WeightStream
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
-from swift_stage2.rollout_protocol import FinishRequest, RefusalReason, RoundProof, RoundRequest
 from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.manifest_check import compare_bucket, compare_manifests, require_all
 from swift_stage2.rollout_server.weight_receiver import (
@@ -25,6 +24,7 @@ from swift_stage2.rollout_server.weight_receiver import (
     StagingBuffers,
     WeightReceiver,
 )
+from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundProof, RoundRequest
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 2.0

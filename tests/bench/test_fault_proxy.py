@@ -12,8 +12,8 @@ import httpx
 import pytest
 from fake_rollout_server import FakeRolloutServer, request
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.faults.proxy import FaultProxy, ReplyFault
+from swift_stage2.servers import protocol
 
 _TIMEOUT_S = 20.0
 # Closed with a part of the request unread, a connection is reset; with all of it read, it just ends.

@@ -9,12 +9,12 @@ import pytest
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, outputs
 from fake_rollout_server import output as wire_output
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.doctor.finding import Outcome, Verdict
 from swift_stage2.doctor.server_identity import ServerIdentity, check_identity, check_model
-from swift_stage2.rollout_protocol import ServerInfo
-from swift_stage2.server_session import ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import ServerInfo
+from swift_stage2.servers.session import ServerSession
 
 KEY = "rollout.servers[0]"
 CORRECT = "end what listens there, or correct rollout.servers[0].base_url: it is no rollout server"

@@ -11,10 +11,10 @@ from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner, serve
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault, WeightSyncHang
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers import protocol
 from swift_stage2.weight_sync import WeightSync
 from swift_stage2.weight_transport import StreamTransport
 

@@ -35,14 +35,14 @@ from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of

@@ -16,9 +16,9 @@ import httpx
 from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_checksum import checksum_tensor
 from swift_stage2.weight_transport import ServerEndpoint
 

@@ -22,7 +22,7 @@ import pytest
 from closed_connection import leave_closed_connection
 from fake_rollout_server import FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 HERE = Path(__file__).parent
 SERVER = str(HERE / "stand_in_server.py")

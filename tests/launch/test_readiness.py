@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 from fake_rollout_server import FakeRolloutServer, error
 
-from swift_stage2 import rollout_protocol
 from swift_stage2.launch.readiness import ReadinessProbe
+from swift_stage2.servers import protocol as rollout_protocol
 
 DEADLINE_S = 20.0
 

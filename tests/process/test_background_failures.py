@@ -11,9 +11,9 @@ import pytest
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
-from swift_stage2.pending_abort import PendingAbort
 from swift_stage2.process.background_failures import BackgroundFailures
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 
 LONGEST_WAIT_S = 20.0
 

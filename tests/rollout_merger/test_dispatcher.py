@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_rollout_server import request
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import UpstreamLost
-from swift_stage2.http_listener import bearer_check
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, parse_infer_body
 from swift_stage2.rollout_merger.upstream import Reply
+from swift_stage2.servers import protocol
+from swift_stage2.servers.listener import bearer_check
 
 WAIT_S = 20.0
 OK = Reply(200, b"{}")

@@ -19,7 +19,7 @@ from live_merger import (
     texts_of,
 )
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 KEY = "sk-very-secret-0123456789"
 RESET_MESSAGE = {"message": "Request received, resetting prefix cache status: True"}

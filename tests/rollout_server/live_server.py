@@ -18,13 +18,14 @@ import httpx
 import torch
 from PIL import Image, ImageDraw
 
-from swift_stage2 import demo, rollout_protocol
+from swift_stage2 import demo
 from swift_stage2.cpu_torchvision import declare_operators
-from swift_stage2.http_listener import HttpServer, bind
-from swift_stage2.request_limits import RequestLimits
-from swift_stage2.rollout_protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.listener import HttpServer, bind
+from swift_stage2.servers.protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
+from swift_stage2.servers.request_limits import RequestLimits
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_stream import WeightStream, connect_stream
 

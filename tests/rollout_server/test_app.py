@@ -22,15 +22,16 @@ import pytest
 from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
 from stopped_process import stop_process
 
-from swift_stage2 import demo, rollout_protocol
+from swift_stage2 import demo
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
-from swift_stage2.http_listener import HttpServer, bind, warn_when_open
-from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.weight_receiver import num_bytes
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.listener import HttpServer, bind, warn_when_open
+from swift_stage2.servers.protocol import TensorSpec
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 90.0

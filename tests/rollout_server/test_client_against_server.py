@@ -21,7 +21,7 @@ from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
-from swift_stage2.rollout_protocol import RoundProof
+from swift_stage2.servers.protocol import RoundProof
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from live_server import MODEL, free_port
 
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
-from swift_stage2.http_listener import bind
 from swift_stage2.rollout_server import command_line, transformers_engine, vllm_engine
 from swift_stage2.rollout_server.command_line import parse_command
+from swift_stage2.servers.listener import bind
 
 
 @pytest.fixture

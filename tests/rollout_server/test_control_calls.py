@@ -13,8 +13,8 @@ import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
 from test_infer import wait_for
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
+from swift_stage2.servers import protocol
 
 MANY = 2 * _CONTROL_THREADS + 2
 

@@ -16,9 +16,9 @@ from live_server import CALL_TIMEOUT_S, GREEDY, LearnerRound, RunningServer, loa
 from test_control_calls import call_and_wait, status_of
 from test_infer import wait_for
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_server import routes
+from swift_stage2.servers import protocol
+from swift_stage2.servers.request_limits import RequestLimits
 
 
 def infer_body(text: str = "large", num_bytes: int = 3 * 2**19) -> bytes:

@@ -25,9 +25,9 @@ from live_server import (
     text_request,
 )
 
-from swift_stage2 import rollout_protocol
-from swift_stage2.batching import Task
-from swift_stage2.rollout_protocol import AbortRequest, protect_from_abort
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.batching import Task
+from swift_stage2.servers.protocol import AbortRequest, protect_from_abort
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
 

@@ -15,15 +15,15 @@ import pytest
 from fake_rollout_server import FakeRolloutServer
 from live_server import GREEDY, RunningServer, base64_png, image_request, picture, text_request
 
-from swift_stage2 import rollout_protocol
-from swift_stage2.conversation_check import check_conversations
 from swift_stage2.errors import SampleError
-from swift_stage2.http_listener import HttpServer, bind
-from swift_stage2.request_limits import RequestLimits
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.conversation_check import check_conversations
+from swift_stage2.servers.listener import HttpServer, bind
+from swift_stage2.servers.request_limits import RequestLimits
 
 TEMPLATE_ARGUMENTS = ("image", "image_url", "video", "chat_template", "resized_height", "max_pixels")
 

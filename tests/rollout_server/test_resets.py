@@ -11,8 +11,8 @@ import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner, text_request
 from test_infer import block_engine, wait_for, wait_until_queued
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
+from swift_stage2.servers import protocol
 
 
 def call_and_wait(server: RunningServer) -> socket.socket:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner, text_request
 from test_infer import block_engine, wait_for
 
-from swift_stage2 import rollout_protocol
+from swift_stage2.servers import protocol as rollout_protocol
 
 
 def test_a_round_that_is_replaced_while_it_loads_does_not_overwrite_its_successor(

@@ -13,7 +13,7 @@ from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
 from swift_stage2.round_records import RoundOrder
 from swift_stage2.server_proof import prove_server
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession
 
 
 class AnyCanary:

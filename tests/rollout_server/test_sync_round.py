@@ -17,9 +17,9 @@ from live_server import (
 )
 from test_infer import block_engine, hugging_face_answer, wait_until_queued
 
-from swift_stage2 import rollout_protocol
-from swift_stage2.rollout_protocol import RoundProof, parse_cache_reset
 from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.protocol import RoundProof, parse_cache_reset
 from swift_stage2.weight_checksum import checksum_tensor
 
 

@@ -11,8 +11,8 @@ import torch
 from live_server import free_port
 
 from swift_stage2.errors import ProtocolError, RoundFailed
-from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, StagingBuffers, WeightReceiver
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weight_checksum import checksum_tensor
 from swift_stage2.weight_export import flatten
 from swift_stage2.weight_stream import WeightStream, connect_stream

@@ -10,12 +10,12 @@ import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner
 
-from swift_stage2 import rollout_protocol
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import StreamTransport

@@ -7,7 +7,7 @@ import torch
 from dropping_port import a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 from swift_stage2.weight_transport import StockTransport
 
 

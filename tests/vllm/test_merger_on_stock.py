@@ -13,8 +13,8 @@ from live_merger import LiveMerger, live_merger
 from live_server import image_request, text_request
 from stock_server import ServerProcess
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.rollout_protocol import Completion, parse_infer_reply
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import Completion, parse_infer_reply
 
 _CALL_S = 120.0
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "return_details": True}

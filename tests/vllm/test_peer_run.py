@@ -22,8 +22,8 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import RoundFailed
-from swift_stage2.rollout_protocol import TensorSpec
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
+from swift_stage2.servers.protocol import TensorSpec
 
 LATENCY_S = 0.2
 NUM_STEPS = 4

@@ -19,9 +19,9 @@ from stock_server import ServerProcess
 from stopped_process import stop_process
 from test_weight_sync import GenerateCanary
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.collectives import SingleRank
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport
 from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
 from swift_stage2.weight_transport import StockTransport

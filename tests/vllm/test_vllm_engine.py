@@ -15,10 +15,10 @@ from our_server import engine_here
 from test_infer import hugging_face_answer
 from test_weight_sync import Learner
 
-from swift_stage2 import rollout_protocol
 from swift_stage2.errors import RoundFailed
-from swift_stage2.rollout_protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
+from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers.protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
 from swift_stage2.weight_transport import StreamTransport
 
 DEADLINE_S = 30.0

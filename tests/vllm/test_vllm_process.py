@@ -19,7 +19,7 @@ from live_server import free_port, image_request, text_request
 from our_server import is_vllm, start_ours, wait_until_healthy
 from stock_server import START_S, ServerProcess, start_stock
 
-from swift_stage2 import rollout_protocol
+from swift_stage2.servers import protocol as rollout_protocol
 
 CALL_S = 60.0
 GONE_S = 60.0

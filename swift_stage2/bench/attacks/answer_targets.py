@@ -16,7 +16,6 @@ from functools import partial
 
 import httpx
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
@@ -24,14 +23,15 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
-from swift_stage2.http_listener import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers import protocol
+from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.servers.session import Deadline, ServerSession
 
 _CALL_S = 10.0
 _LONGEST_S = 3 * _CALL_S

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from random import Random
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.attacks.answer_targets import serving
 from swift_stage2.bench.attacks.hostile_server import HostileServer
 from swift_stage2.bench.attacks.odd_answers import odd_answer
@@ -24,7 +23,8 @@ from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.background_failures import BackgroundFailures
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 
 NUM_ODD_ANSWERS = 20_000
 _SEED = 1

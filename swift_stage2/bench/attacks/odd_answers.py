@@ -11,7 +11,7 @@ import zlib
 from random import Random
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 _MARK = "@@odd@@"
 _ODD_JSON = (

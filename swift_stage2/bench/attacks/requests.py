@@ -23,9 +23,9 @@ import httpx
 import psutil
 from PIL import Image
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.bench.servers import BenchServers, ServerKind
+from swift_stage2.servers import protocol
 
 _TIMEOUT_S = 120.0
 _HEALTH_PERIOD_S = 0.05

@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.errors import ServerFault
 from swift_stage2.rollout_server.weight_receiver import num_bytes
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_checksum import checksum_tensor
 from swift_stage2.weight_stream import WeightStream, connect_stream
 

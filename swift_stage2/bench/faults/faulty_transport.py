@@ -7,7 +7,7 @@ from enum import StrEnum
 import torch
 
 from swift_stage2.bench.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weight_transport import ServerEndpoint, WeightTransport
 
 _HELD_BUCKET = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
 
-from swift_stage2 import rollout_protocol as protocol
+from swift_stage2.servers import protocol
 
 _HOST = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16

@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 import psutil
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.faults import leftovers
 from swift_stage2.bench.faults.switches import VARIABLE, Switches
 from swift_stage2.bench.servers import ServerKind, server_arguments, server_environment
@@ -26,6 +25,7 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.ports import is_quiet
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.shared_memory import mapped_by
+from swift_stage2.servers import protocol
 
 START_DEADLINE_S = 600.0
 _GRACE_S = 20.0

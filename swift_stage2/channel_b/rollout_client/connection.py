@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.server_call import ServerCaller
+from swift_stage2.servers import protocol
+from swift_stage2.servers.call import ServerCaller
 
 _REFUSALS = {
     401: "the server refuses the API key; set the variable that rollout.api_key_env names",

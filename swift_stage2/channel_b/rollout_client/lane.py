@@ -25,7 +25,7 @@ from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
-from swift_stage2.rollout_protocol import request_config
+from swift_stage2.servers.protocol import request_config
 
 logger = logging.getLogger(__name__)
 

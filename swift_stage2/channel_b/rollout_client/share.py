@@ -15,7 +15,7 @@ from swift_stage2.channel_b.records import Rollout, Sample, VersionSpan
 from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import RequestPlan
 from swift_stage2.channel_b.rollout_client.terms import Terms
-from swift_stage2.rollout_protocol import Completion
+from swift_stage2.servers.protocol import Completion
 
 Request = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from swift_stage2.rollout_protocol import Completion
+from swift_stage2.servers.protocol import Completion
 
 
 class ServerTrust:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ProtocolError
+from swift_stage2.servers import protocol
 
 _STATUSES = range(200, 600)
 _OK = 200

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers import protocol
+from swift_stage2.servers.probe import SuspectProbe
 
 INTERVAL_S = 0.01
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 
 _MOST_WORKERS = 2**16
 _KNOWS_NO_SUCH_CALL = (404, 405, 501)

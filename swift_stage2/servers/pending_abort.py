@@ -10,10 +10,10 @@ import logging
 from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.background_failures import BackgroundFailures
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swift_stage2.errors import RequestTooLarge, SampleError
-from swift_stage2.image_opening import decode_base64, open_image
-from swift_stage2.request_limits import RequestLimits
+from swift_stage2.servers.image_opening import decode_base64, open_image
+from swift_stage2.servers.request_limits import RequestLimits
 
 CONVERSATION_KEYS = frozenset({"messages", "images", "tools", "objects", "chat_template_kwargs"})
 # Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.

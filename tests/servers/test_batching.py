@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.batching import BatchQueue, Task
 from swift_stage2.errors import EngineUnavailable
+from swift_stage2.servers.batching import BatchQueue, Task
 
 DEADLINE_S = 10.0
 

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.server_call import ServerCaller
+from swift_stage2.servers import protocol
+from swift_stage2.servers.call import ServerCaller
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404

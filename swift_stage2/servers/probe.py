@@ -13,8 +13,8 @@ from functools import partial
 
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.background_failures import BackgroundFailures
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.stock_server import require_workers
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import require_workers
 
 _DEADLINE_S = 2.0
 _STOP_TIMEOUT_S = 5.0

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ConfigError, ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 
 KEY = "sk-very-secret-0123456789"
 AMPLE_S = 20.0

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.bench.attacks.hostile_server import HostileServer
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.server_call import ServerCaller
-from swift_stage2.server_session import Deadline, ServerSession
+from swift_stage2.servers import protocol
+from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.session import Deadline, ServerSession
 
 AMPLE_S = 20.0
 SHORT_S = 0.3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.pending_abort import PendingAbort
+from swift_stage2.servers import protocol
+from swift_stage2.servers.pending_abort import PendingAbort
 
 _INFO = {"incarnation": "a", "state": "serving", "can_abort": True}
 

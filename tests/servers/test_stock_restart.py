@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from swift_stage2.collectives import NoteBoard
 from swift_stage2.fence import InferFence
-from swift_stage2.suspect_probe import SuspectProbe
+from swift_stage2.servers.probe import SuspectProbe
 
 VERSION = 3
 

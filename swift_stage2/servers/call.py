@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from swift_stage2.cuttable_call import CuttableCall
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
 from swift_stage2.process.tcp_probe import http_remedy
-from swift_stage2.server_answer import Answer, read_answer
+from swift_stage2.servers.answer import Answer, read_answer
+from swift_stage2.servers.cuttable_call import CuttableCall
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)

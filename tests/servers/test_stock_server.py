@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from fake_rollout_server import Answer, Behaviour, FakeRolloutServer
 
-from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault
-from swift_stage2.server_session import Deadline, ServerSession
-from swift_stage2.stock_server import ask_world_size, is_foreign
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size, is_foreign
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""HTTP between learner and servers: wire records, calls with one deadline, sessions, limits, listeners."""
