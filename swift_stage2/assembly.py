@@ -71,9 +71,9 @@ from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import Canary, WeightSync
-from swift_stage2.weight_transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import Canary, WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 logger = logging.getLogger(__name__)
 

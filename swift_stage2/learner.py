@@ -33,7 +33,7 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weight_sync import RoundOutcome, WeightSync
+from swift_stage2.weights.sync_round import RoundOutcome, WeightSync
 
 logger = logging.getLogger(__name__)
 

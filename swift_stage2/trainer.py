@@ -30,7 +30,6 @@ from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 
 from swift_stage2.assembly import start_run  # noqa: E402
-from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
@@ -50,7 +49,8 @@ from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.servers import protocol as rollout_protocol  # noqa: E402
 from swift_stage2.stage2_run import Stage2Run  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
-from swift_stage2.weight_transport import WeightTransport  # noqa: E402
+from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
+from swift_stage2.weights.transport import WeightTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

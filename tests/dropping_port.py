@@ -12,11 +12,11 @@ import torch
 from fake_rollout_server import FakeRolloutServer
 from test_weight_transport import AnyCanary
 
-from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import WeightTransport
+from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
 

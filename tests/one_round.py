@@ -14,8 +14,8 @@ from test_weight_sync import GenerateCanary
 
 from swift_stage2.assembly import transport_for
 from swift_stage2.collectives import SingleRank
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 
 
 def main(timeout_s: float, endpoints: list[ServerEndpoint]) -> None:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from swift_stage2.weight_stream import WeightListener
+from swift_stage2.weights.stream import WeightListener
 
 LIFETIME_S = 60.0
 SECRET = "5" * 64

@@ -11,8 +11,8 @@ from real_model import make_encoder, read_rows, sample_of
 from sft_run import build_trainer
 
 from swift_stage2.assembly import start_run
-from swift_stage2.canary_answer import HALF_PRECISION_TIE_NATS
 from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
+from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS
 
 
 @pytest.mark.parametrize("bf16", [True, False])

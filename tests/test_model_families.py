@@ -19,7 +19,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.errors import ConfigError
 from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.packing_isolation import IsolationChange, isolation_batches, measure_isolation
-from swift_stage2.weight_export import WeightExport
+from swift_stage2.weights.export import WeightExport
 
 WIDTH, HEIGHT = 150, 100
 BOX = (30, 10, 90, 77)

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCanary
 
-from swift_stage2 import server_push, weight_sync
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.process.round_watch import EXIT_HANG
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weights import push as server_push
+from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 
 TIMEOUT_S = 2.0
 COLLECTIVES_S = 300.0  # far longer than the test waits

@@ -31,8 +31,8 @@ from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, ServerReport, WeightSync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, ServerReport, WeightSync
 
 URL = "http://127.0.0.1:9"  # nothing listens on the discard port
 RANK = int(os.environ.get("RANK", "0"))
@@ -317,8 +317,8 @@ def export_fails() -> dict[str, Any]:
 
 def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
     """The first step's round, with a server that answers everything."""
-    from swift_stage2 import server_push
     from swift_stage2.servers import protocol as rollout_protocol
+    from swift_stage2.weights import push as server_push
 
     class StockSession(server_push.ServerSession):
         def info(self, deadline: Any) -> Any:

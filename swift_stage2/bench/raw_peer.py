@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.weight_stream import WeightListener, WeightStream, connect_stream
+from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0

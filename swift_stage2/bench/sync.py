@@ -32,9 +32,9 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport, flatten
-from swift_stage2.weight_sync import RoundOutcome, WeightSync
-from swift_stage2.weight_transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
+from swift_stage2.weights.export import WeightExport, flatten
+from swift_stage2.weights.sync_round import RoundOutcome, WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 BUDGET = 1.3
 BUDGET_FROM_MIB = 100

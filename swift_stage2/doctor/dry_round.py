@@ -20,8 +20,8 @@ from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import Canary, ServerReport, WeightSync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import Canary, ServerReport, WeightSync
 
 _GIVE_UP_TIMEOUT_S = 5.0
 _VERSION = 1  # of this doctor's own run

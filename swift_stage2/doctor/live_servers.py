@@ -26,7 +26,7 @@ from swift_stage2.doctor.rollouts import TimedCall
 from swift_stage2.doctor.server_identity import ServerIdentity
 from swift_stage2.errors import WeightSyncHang
 from swift_stage2.servers.session import ServerSession
-from swift_stage2.weight_export import WeightExport
+from swift_stage2.weights.export import WeightExport
 
 _NUM_PROMPTS = 3
 _CONNECT_TIMEOUT_S = 10.0

@@ -12,7 +12,7 @@ from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.servers.protocol import ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys
-from swift_stage2.stock_names import differing_names
+from swift_stage2.weights.stock_names import differing_names
 
 _NUM_SHOWN = 2
 _SAME_MODEL = "start the server with the learner's model"

@@ -26,7 +26,7 @@ from swift_stage2.channel_b.records import Sample  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.trainer import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
-from swift_stage2.weight_sync import Canary  # noqa: E402
+from swift_stage2.weights.sync_round import Canary  # noqa: E402
 
 # These need the ranks that torchrun starts; none of them changes what a server sees.
 _NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")

@@ -9,7 +9,7 @@ import torch
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.measuring import timed
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.weight_checksum import all_finite, checksum_tensor
+from swift_stage2.weights.checksum import all_finite, checksum_tensor
 
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
 _ODD_SIZES = (0, 1, 2, 3, 5, 1023, 1025, 4095, 4097, 4_194_305)

@@ -11,7 +11,7 @@ from base64 import b64decode
 import torch
 
 from swift_stage2.gpu_check.measuring import timed
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weights.checksum import checksum_tensor
 
 
 def main() -> None:

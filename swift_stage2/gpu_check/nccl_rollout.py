@@ -33,9 +33,9 @@ from swift_stage2.errors import CheckFailed, CheckSkipped
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StockTransport
 
 _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0

@@ -10,8 +10,8 @@ from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.measuring import free_memory, peak_gib, starved, timed
 from swift_stage2.gpu_check.models import QWEN25_VL_3B, QWEN25_VL_7B, TINY, make_model
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.weight_bucket import WeightBucket
-from swift_stage2.weight_export import WeightExport
+from swift_stage2.weights.bucket import WeightBucket
+from swift_stage2.weights.export import WeightExport
 
 _BUCKET_BYTES = 512 << 20
 _GIB = 1 << 30

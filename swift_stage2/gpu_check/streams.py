@@ -17,7 +17,7 @@ from swift_stage2.gpu_check.stage import Context
 from swift_stage2.gpu_check.stand_in_peer import StandInPeer
 from swift_stage2.process.background_call import BackgroundCall
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weight_transport import StockTransport
+from swift_stage2.weights.transport import StockTransport
 
 _LATE_S = 1.0
 _DEADLINE_S = 3.0

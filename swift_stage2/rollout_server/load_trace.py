@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weights.checksum import checksum_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
 from swift_stage2.rollout_server.jobs import Job, JobAborted, JobBook
 from swift_stage2.servers.batching import BatchQueue, Task
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weights.checksum import checksum_tensor
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator

@@ -18,8 +18,8 @@ import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weight_checksum import all_finite, checksum_tensor
-from swift_stage2.weight_stream import WeightListener, WeightStream
+from swift_stage2.weights.checksum import all_finite, checksum_tensor
+from swift_stage2.weights.stream import WeightListener, WeightStream
 
 _GIVEN_UP_POLL_S = 0.25
 _ENDED = "the round has ended"

@@ -12,7 +12,7 @@ import torch
 from swift_stage2.bench.faults.faulty_transport import FaultyTransport, PushFault, PushHistory
 from swift_stage2.bench.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_transport import ServerEndpoint
+from swift_stage2.weights.transport import ServerEndpoint
 
 _SESSION = cast(ServerSession, None)
 

@@ -15,8 +15,8 @@ from swift_stage2.errors import ServerFault, WeightSyncHang
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers import protocol
-from swift_stage2.weight_sync import WeightSync
-from swift_stage2.weight_transport import StreamTransport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import StreamTransport
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]

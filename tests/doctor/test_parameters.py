@@ -5,7 +5,7 @@ from __future__ import annotations
 from swift_stage2.doctor.finding import Verdict
 from swift_stage2.doctor.parameters import compare_manifests, compare_names
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.stock_names import vllm_name
+from swift_stage2.weights.stock_names import vllm_name
 
 LAYER = "model.language_model.layers.0."
 LEARNER = [

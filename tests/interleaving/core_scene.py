@@ -27,10 +27,10 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.round_records import RoundOutcome, ServerReport
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.weights.records import RoundOutcome, ServerReport
 
 _URL = "http://s0"
 _HORIZON_S = 100.0

@@ -46,8 +46,8 @@ from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 
 _HORIZON_S = 150.0
 _CONTROL_TIMEOUT_S = 60.0

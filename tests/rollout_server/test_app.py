@@ -180,7 +180,7 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
 
 SILENT_LEARNER = """
 import sys
-from swift_stage2.weight_stream import connect_stream
+from swift_stage2.weights.stream import connect_stream
 stream = connect_stream("127.0.0.2", int(sys.argv[1]), sys.argv[2], 30.0)
 stream._connection.sendall(b"0000")  # a part of the first tensor
 print("connected", flush=True)

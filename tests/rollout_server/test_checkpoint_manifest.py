@@ -10,7 +10,7 @@ import pytest
 import torch
 from live_server import MODEL
 
-from swift_stage2.weight_export import WeightExport
+from swift_stage2.weights.export import WeightExport
 
 
 @pytest.mark.parametrize("tied", [True, False])

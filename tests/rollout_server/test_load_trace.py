@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swift_stage2.rollout_server.load_trace import LoadTrace, resident_checksums
-from swift_stage2.weight_checksum import checksum_tensor
+from swift_stage2.weights.checksum import checksum_tensor
 
 
 class FusedModel(torch.nn.Module):

@@ -11,9 +11,9 @@ from live_server import GREEDY, LearnerRound, RunningServer, load_learner, text_
 
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.round_records import RoundOrder
-from swift_stage2.server_proof import prove_server
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.proof import prove_server
+from swift_stage2.weights.records import RoundOrder
 
 
 class AnyCanary:

@@ -16,9 +16,9 @@ from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StreamTransport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StreamTransport
 
 
 class GenerateCanary:

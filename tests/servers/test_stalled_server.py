@@ -25,14 +25,14 @@ from test_weight_transport import AnyCanary
 from torch.distributed import TCPStore
 from torchrun_job import free_port
 
-from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport, StreamTransport
+from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StockTransport, StreamTransport
 
 CPU = torch.device("cpu")
 KILLED_BY_S = 20.0

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from stock_engines import StandInEngine, stock_server
 
-from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.round_records import RoundOrder
-from swift_stage2.server_proof import prove_server
-from swift_stage2.server_push import ServerPush
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weight_transport import ServerEndpoint
+from swift_stage2.weights.handover import BucketHandover
+from swift_stage2.weights.proof import prove_server
+from swift_stage2.weights.push import ServerPush
+from swift_stage2.weights.records import RoundOrder
+from swift_stage2.weights.transport import ServerEndpoint
 
 AMPLE_S = 20.0
 OLD_WEIGHTS = (9, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swift_stage2.channel_b.records import MatchQuality, Pack, SampleKey, Segment
 from swift_stage2.learner import StepRecord
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-from swift_stage2.weight_sync import RoundOutcome, ServerReport
+from swift_stage2.weights.sync_round import RoundOutcome, ServerReport
 
 PLAN_A = StepPlan(Channel.A)
 PLAN_B = StepPlan(Channel.B)

@@ -12,7 +12,7 @@ from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry import Telemetry
-from swift_stage2.weight_sync import RoundOutcome, ServerReport
+from swift_stage2.weights.sync_round import RoundOutcome, ServerReport
 
 _NO_ROUTE = "http://a:1: the weight group did not form"
 

@@ -22,9 +22,9 @@ from test_weight_sync import GenerateCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import RoundOutcome, ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StockTransport
 
 _CPU = torch.device("cpu")
 

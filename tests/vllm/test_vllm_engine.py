@@ -19,7 +19,7 @@ from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
-from swift_stage2.weight_transport import StreamTransport
+from swift_stage2.weights.transport import StreamTransport
 
 DEADLINE_S = 30.0
 # At this temperature the tiny model never ends its turn before the limit.

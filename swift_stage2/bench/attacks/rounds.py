@@ -28,8 +28,8 @@ from swift_stage2.errors import ServerFault
 from swift_stage2.rollout_server.weight_receiver import num_bytes
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_checksum import checksum_tensor
-from swift_stage2.weight_stream import WeightStream, connect_stream
+from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.stream import WeightStream, connect_stream
 
 _HOST = "127.0.0.1"
 _LONGEST_S = 30.0
@@ -49,7 +49,7 @@ _WORDS = (
 _SERVING = "serving"
 _CONNECT = """
 import sys
-from swift_stage2.weight_stream import connect_stream
+from swift_stage2.weights.stream import connect_stream
 stream = connect_stream(sys.argv[1], int(sys.argv[2]), sys.argv[3], 60.0)
 print("connected", flush=True)
 sys.stdin.read()

@@ -8,7 +8,7 @@ import torch
 
 from swift_stage2.bench.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 _HELD_BUCKET = 1
 _LONGEST_HOLD_S = 30.0

@@ -13,7 +13,7 @@ from swift_stage2.bench.faults.faulty_transport import FaultyTransport, PushHist
 from swift_stage2.bench.faults.slow_disk import SlowDisk
 from swift_stage2.bench.faults.switches import Switches
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.weight_transport import WeightTransport
+from swift_stage2.weights.transport import WeightTransport
 
 
 class FaultyTrainer(Stage2Trainer):

@@ -15,7 +15,7 @@ from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weight_checksum import all_finite
+from swift_stage2.weights.checksum import all_finite
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.bucket_handover import BucketHandover
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.handover import BucketHandover
 
 LIMIT_S = 20.0
 

@@ -11,9 +11,9 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.weight_bucket import WeightBucket
-from swift_stage2.weight_checksum import checksum_tensor
-from swift_stage2.weight_export import WeightExport, flatten
+from swift_stage2.weights.bucket import WeightBucket
+from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.export import WeightExport, flatten
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from swift_stage2.process.tcp_probe import connection_error, group_remedy, local
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.weight_stream import WeightStream, connect_stream
+from swift_stage2.weights.stream import WeightStream, connect_stream
 
 _POLL_S = 0.001
 _CLOSE_TIMEOUT_S = 1.0

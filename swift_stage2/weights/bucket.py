@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swift_stage2.weight_checksum import checksum_tensor
-from swift_stage2.weight_export import flatten
+from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.export import flatten
 
 
 @dataclass(frozen=True, slots=True)

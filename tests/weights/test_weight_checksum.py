@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2 import weight_checksum
-from swift_stage2.weight_checksum import all_finite, checksum_tensor
+from swift_stage2.weights import checksum as weight_checksum
+from swift_stage2.weights.checksum import all_finite, checksum_tensor
 
 
 def expected_checksum(data: bytes, dtype: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchrun_job import free_port
 
-from swift_stage2.weight_stream import WeightListener, WeightStream, connect_stream
+from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 
 LONGEST_WAIT_S = 20.0
 HOST = "127.0.0.1"

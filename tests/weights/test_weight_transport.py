@@ -13,14 +13,14 @@ import pytest
 import torch
 from fake_rollout_server import Answer, FakeRolloutServer, outputs
 
-from swift_stage2 import weight_transport
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
-from swift_stage2.weight_transport import StockTransport
+from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StockTransport
 
 
 class AnyCanary:

@@ -13,10 +13,10 @@ from typing import Any
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.round_records import RoundOrder
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.weights.records import RoundOrder
 
 _GIVE_UP_TIMEOUT_S = 5.0
 

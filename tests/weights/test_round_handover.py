@@ -11,13 +11,13 @@ import torch
 from fake_rollout_server import FakeRolloutServer, outputs
 from torch import nn
 
-from swift_stage2 import weight_sync
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weight_export import WeightExport
-from swift_stage2.weight_sync import ServerEndpoint, WeightSync
+from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 
 LIMIT_S = 20.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each

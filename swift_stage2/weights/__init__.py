@@ -1,0 +1,1 @@
+"""Weights on their way to servers: export, checksums, transports, push and proof, the sync round."""
