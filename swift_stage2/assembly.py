@@ -42,28 +42,28 @@ from swift_stage2.config import (
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
 from swift_stage2.fence import InferFence
-from swift_stage2.learned_format import learn_answer_format
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.packing_isolation import (
+from swift_stage2.pinned_evaluation import make_evaluation
+from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
     check_isolation,
     empty_rollout,
     isolation_batches,
 )
-from swift_stage2.pinned_evaluation import make_evaluation
-from swift_stage2.preprocessing_check import check_preprocessing
+from swift_stage2.preflight.preprocessing import check_preprocessing
+from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
+from swift_stage2.preflight.samples import check_samples, usable_samples
+from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
-from swift_stage2.row_lengths import RowLengths, measure_lengths
 from swift_stage2.run_directory.surroundings import surroundings
-from swift_stage2.sample_checks import check_samples, usable_samples
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.server_wait import wait_for_servers
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe

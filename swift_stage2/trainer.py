@@ -35,11 +35,11 @@ from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
-from swift_stage2.dataset_check import check_data  # noqa: E402
 from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
-from swift_stage2.model_check import check_model  # noqa: E402
+from swift_stage2.preflight.dataset import check_data  # noqa: E402
+from swift_stage2.preflight.model import check_model  # noqa: E402
 from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402

@@ -26,7 +26,7 @@ WAITING_METHODS = {
 KNOWS_SWIFT = {
     "trainer.py",
     "swift_parsing.py",
-    "swift_argument_names.py",
+    "preflight/swift_argument_names.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }

@@ -15,13 +15,14 @@ import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
-from swift_stage2 import assembly, server_wait
+from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
-from swift_stage2.sample_checks import check_samples, usable_samples
-from swift_stage2.server_wait import wait_for_servers
+from swift_stage2.preflight import server_wait
+from swift_stage2.preflight.samples import check_samples, usable_samples
+from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.servers import protocol
 from swift_stage2.stage2_run import SWITCH_INTERVAL_S, Stage2Run
 

@@ -16,14 +16,14 @@ from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset_check import advice_of, list_command, survey_data
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.learned_format import learn_answer_format
-from swift_stage2.model_check import check_model
-from swift_stage2.model_family import check_family
-from swift_stage2.packing_isolation import ground_truth_segments
-from swift_stage2.row_lengths import RowLengths, measure_lengths
-from swift_stage2.sample_checks import check_samples, usable_samples
+from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.dataset import advice_of, list_command, survey_data
+from swift_stage2.preflight.model import check_model
+from swift_stage2.preflight.model_family import check_family
+from swift_stage2.preflight.packing_isolation import ground_truth_segments
+from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
+from swift_stage2.preflight.samples import check_samples, usable_samples
 
 _NUM_SAMPLES = 16
 _MOST_FAULTS_SHOWN = 10

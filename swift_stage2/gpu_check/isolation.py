@@ -20,7 +20,7 @@ from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import CheckFailed, ConfigError
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 
 _NUM_SAMPLES = 4
 _FLASH = "flash_attention_2"

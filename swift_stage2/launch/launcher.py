@@ -9,7 +9,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.dataset_check import check_data
 from swift_stage2.error_line import print_error
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
@@ -25,8 +24,9 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.model_check import check_hub_ids, check_model
-from swift_stage2.model_family import check_family
+from swift_stage2.preflight.dataset import check_data
+from swift_stage2.preflight.model import check_hub_ids, check_model
+from swift_stage2.preflight.model_family import check_family
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.resume import check_world_size

@@ -19,13 +19,13 @@ from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
-from swift_stage2.learned_format import learn_answer_format
+from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.samples import usable_samples
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.replay.verdict import Verdict
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
-from swift_stage2.sample_checks import usable_samples
 from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.trainer import Stage2Trainer, run_pipeline

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
-from swift_stage2.model_check import check_checkpoint, check_hub_id
+from swift_stage2.preflight.model import check_checkpoint, check_hub_id
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm

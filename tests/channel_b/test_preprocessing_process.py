@@ -244,8 +244,8 @@ from pathlib import Path
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.packing_isolation import empty_rollout
-from swift_stage2.preprocessing_check import check_preprocessing
+from swift_stage2.preflight.packing_isolation import empty_rollout
+from swift_stage2.preflight.preprocessing import check_preprocessing
 from swift_stage2.telemetry.spans import Trace
 
 encoder = make_encoder()

@@ -180,7 +180,11 @@ def test_a_servers_own_environment_reaches_it_alone() -> None:
 def test_names_of_swift_arguments_are_checked_beside_the_start_of_servers_only() -> None:
     plan = plan_launch(config(launch=servers({})), Path("/c/run.yaml"), OUTER)
     assert plan.argument_check is not None
-    assert plan.argument_check.argv[1:] == ("-m", "swift_stage2.swift_argument_names", "/c/run.yaml")
+    assert plan.argument_check.argv[1:] == (
+        "-m",
+        "swift_stage2.preflight.swift_argument_names",
+        "/c/run.yaml",
+    )
     assert plan_launch(config(), Path("run.yaml"), OUTER).argument_check is None
 
 

@@ -19,8 +19,8 @@ from swift_stage2.channel_b.preprocessing import Prepared, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError, DatasetError
-from swift_stage2.learned_format import learn_answer_format
-from swift_stage2.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.telemetry.spans import Trace
 
 LENGTH = 2000

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.model_check import check_hub_ids, check_model
+from swift_stage2.preflight.model import check_hub_ids, check_model
 
 
 @pytest.fixture

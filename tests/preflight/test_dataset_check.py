@@ -13,8 +13,8 @@ from PIL import Image
 
 from swift_stage2.config import load_config
 from swift_stage2.dataset.survey import survey
-from swift_stage2.dataset_check import check_data
 from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.preflight.dataset import check_data
 
 SIZE = (40, 30)
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.errors import ConfigError
-from swift_stage2.learned_format import learn_answer_format
-from swift_stage2.packing_isolation import IsolationChange, isolation_batches, measure_isolation
+from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.packing_isolation import IsolationChange, isolation_batches, measure_isolation
 from swift_stage2.weights.export import WeightExport
 
 WIDTH, HEIGHT = 150, 100

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.swift_argument_names import main
+from swift_stage2.preflight.swift_argument_names import main
 
 
 def test_every_example_writes_only_what_ms_swift_can_read() -> None:
-    for file in (Path(__file__).parents[1] / "configs").glob("*.yaml"):
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         assert main(str(file)) == 0
 
 

@@ -24,7 +24,7 @@ from swift_stage2.channel_b.records import Sample
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ConfigError, DatasetError
-from swift_stage2.packing_isolation import (
+from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
     IsolationChange,
     check_isolation,
