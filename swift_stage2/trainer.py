@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.compat.torchvision_on_cpu import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 
@@ -33,9 +33,9 @@ from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
+from swift_stage2.compat.deepspeed import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
-from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.preflight.dataset import check_data  # noqa: E402

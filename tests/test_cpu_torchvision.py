@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2 import cpu_torchvision
+from swift_stage2.compat import torchvision_on_cpu as cpu_torchvision
 
 
 def _run(script: str, *, first_on_path: Path | None = None) -> str:
@@ -31,7 +31,7 @@ def _run(script: str, *, first_on_path: Path | None = None) -> str:
 
 def test_torchvision_and_what_needs_it_import_and_transform() -> None:
     script = """
-from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.compat.torchvision_on_cpu import declare_operators
 declare_operators()
 declare_operators()
 import torch, torchvision, qwen_vl_utils
@@ -54,7 +54,7 @@ def test_declares_only_where_the_own_library_does_not_load(tmp_path: Path, fits:
     else:
         (package / "_C.so").write_bytes(b"not a library for this torch")
     script = """
-from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.compat.torchvision_on_cpu import declare_operators
 declare_operators()
 import torch, torchvision
 print(torchvision.__file__)

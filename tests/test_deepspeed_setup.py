@@ -11,7 +11,7 @@ import pytest
 from real_model import tiny_model
 from transformers.integrations import deepspeed as integration
 
-from swift_stage2.deepspeed_setup import keep_buffers_exact, start_communication
+from swift_stage2.compat.deepspeed import keep_buffers_exact, start_communication
 
 
 class DeepSpeedConfig:

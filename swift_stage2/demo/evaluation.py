@@ -54,7 +54,9 @@ def score_checkpoint(
     checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
 ) -> DetectionScore:
     """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
-    from swift_stage2.cpu_torchvision import declare_operators  # here, because both take seconds to import
+    from swift_stage2.compat.torchvision_on_cpu import (
+        declare_operators,  # here, because both take seconds to import
+    )
 
     declare_operators()  # before ms-swift imports torchvision
     import torch

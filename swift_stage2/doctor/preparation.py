@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.compat.torchvision_on_cpu import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 

@@ -18,7 +18,7 @@ _USER_MISTAKE = 2
 
 def check_arguments(config: Stage2Config) -> None:
     """Raises ConfigError for the first argument that ms-swift's parser does not take."""
-    from swift_stage2.cpu_torchvision import declare_operators
+    from swift_stage2.compat.torchvision_on_cpu import declare_operators
 
     declare_operators()  # before ms-swift imports torchvision
     from swift.arguments import RolloutArguments, SftArguments

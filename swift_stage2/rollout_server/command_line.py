@@ -187,7 +187,7 @@ def swift_rollout_builder(
     """
 
     def build() -> VllmGenerator:
-        from swift_stage2.cpu_torchvision import declare_operators
+        from swift_stage2.compat.torchvision_on_cpu import declare_operators
 
         declare_operators()  # before ms-swift imports torchvision
         from swift.arguments import RolloutArguments

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from swift_stage2.cpu_torchvision import declare_operators
+from swift_stage2.compat.torchvision_on_cpu import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.request_images import decode_image

@@ -1,0 +1,1 @@
+"""What other packages must be told before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
