@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from swift_stage2 import __version__, standard_output
-from swift_stage2.command_parser import CommandParser, rank_count
-from swift_stage2.error_line import print_error
+from swift_stage2 import __version__
 from swift_stage2.errors import UserError
+from swift_stage2.terminal import standard_output
+from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.parser import CommandParser, rank_count
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
@@ -43,7 +44,10 @@ _OWN_PARSER = {
         "tell how a run went, on one page: speed against its bound, quality, what was lost",
     ),
     "init": ("swift_stage2.starter_config", "ask for data, model and GPUs, and write the YAML for them"),
-    "completion": ("swift_stage2.shell_completion", "print a script that completes commands in bash or zsh"),
+    "completion": (
+        "swift_stage2.terminal.completion",
+        "print a script that completes commands in bash or zsh",
+    ),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
     "bench": ("swift_stage2.bench.run", "measure speed and learning"),
     "gpu-check": ("swift_stage2.gpu_check.run", "run what only a GPU can show, and write one page"),

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from swift_stage2.shell_completion import completion_script
+from swift_stage2.terminal.completion import completion_script
 
 
 @pytest.fixture(scope="module")

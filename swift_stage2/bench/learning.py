@@ -15,7 +15,6 @@ from pathlib import Path
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import mean_and_range
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
@@ -26,6 +25,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
+from swift_stage2.terminal.parser import CommandParser
 
 DEFAULT_STEPS = 200
 NUM_HELD_OUT = 512

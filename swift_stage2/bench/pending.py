@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import OnPending, ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
@@ -29,6 +28,7 @@ from swift_stage2.demo.training import train
 from swift_stage2.errors import UserError
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.terminal.parser import CommandParser
 
 _PHASES = ("push", "acknowledge", "prove")
 

@@ -20,11 +20,11 @@ from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.plan_rank import BARE, OWN, PLAN
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import Spread, fit_exponent, verdict
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import UserError
 from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.terminal.parser import CommandParser
 
 SECONDS_BUDGET = 0.002
 SECONDS_BUDGET_RANKS = 2

@@ -6,9 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from swift_stage2.command_parser import CommandParser
-from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed
+from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.parser import CommandParser
 
 BENCHES = {
     "all": (

@@ -20,7 +20,6 @@ from swift_stage2.bench.learning import NUM_HELD_OUT
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import mean_and_range
 from swift_stage2.bench.thread_times import DIRECTORY_VARIABLE
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.detection_score import DetectionScore
@@ -31,6 +30,7 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.audit import audit_path, read_audit
 from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.terminal.parser import CommandParser
 
 _LAGS = (0, 2, 8)
 _STEPS = 150

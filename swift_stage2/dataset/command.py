@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
 from swift_stage2.dataset.summary import MOST_SHOWN, lines_of, to_json
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
+from swift_stage2.terminal.parser import CommandParser
 
 EXIT_FAULTS = 1
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.config import ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns, remaining_children
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
@@ -23,11 +22,12 @@ from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
 from swift_stage2.demo.training import score, train, words_of_launcher
-from swift_stage2.error_line import print_error
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
+from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.parser import CommandParser
 
 DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128

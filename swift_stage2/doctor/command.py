@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from swift_stage2.command_parser import CommandParser, rank_count
 from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.doctor import address
@@ -32,7 +31,8 @@ from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.ports import is_here
 from swift_stage2.process.visible_devices import select_devices
-from swift_stage2.standard_output import let_go
+from swift_stage2.terminal.parser import CommandParser, rank_count
+from swift_stage2.terminal.standard_output import let_go
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.data import Samples

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.gpu_check import wheels
 from swift_stage2.gpu_check.page import page
 from swift_stage2.gpu_check.stage import FigureLog, Stage, Status
 from swift_stage2.gpu_check.stages import STAGES
 from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.whole_file import write_whole
 
 TOTAL_S = 600.0

@@ -9,7 +9,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.error_line import print_error
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
@@ -30,6 +29,7 @@ from swift_stage2.preflight.model_family import check_family
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.resume import check_world_size
+from swift_stage2.terminal.error_line import print_error
 
 _USER_MISTAKE = 2
 _NO_SERVER_LEFT = 1

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
@@ -21,6 +20,7 @@ from swift_stage2.replay.recorded_run import RecordedRun, read_run
 from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES
+from swift_stage2.terminal.parser import CommandParser
 
 _MARKER = ".swift-stage2-replay"
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from rich.console import Console
 
-from swift_stage2 import standard_output
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
@@ -25,6 +23,8 @@ from swift_stage2.report.report import Report, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.terminal import terminal_report
 from swift_stage2.telemetry.merged_trace import merge_traces, trace_files, write_trace
+from swift_stage2.terminal import standard_output
+from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1

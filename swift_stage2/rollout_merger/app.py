@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.rules import variable_option, without_credentials
 from swift_stage2.errors import UserError
@@ -31,6 +30,7 @@ from swift_stage2.servers.listener import (
     warn_when_open,
 )
 from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.terminal.parser import CommandParser
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 
-from swift_stage2.error_line import print_error
 from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.rollout_server.engine import EngineState
 from swift_stage2.rollout_server.routes import create_app
@@ -22,7 +21,8 @@ from swift_stage2.rollout_server.server_children import ServerChildren
 from swift_stage2.rollout_server.server_command import LoadingEngine, ServerCommand
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.servers.listener import HttpServer, bind, configure_logging, warn_when_open
-from swift_stage2.standard_output import let_go
+from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.standard_output import let_go
 
 _log = logging.getLogger(__name__)
 _EXIT_USER_ERROR = 2

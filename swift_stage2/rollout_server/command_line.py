@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id
@@ -22,6 +21,7 @@ from swift_stage2.process.visible_devices import require_known_accelerator, requ
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
 from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.terminal.parser import CommandParser
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from swift_stage2.bench.servers import ServerKind
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
+from swift_stage2.terminal.parser import CommandParser
 
 _KINDS = (ServerKind.TRANSFORMERS, ServerKind.STOCK, ServerKind.VLLM)
 

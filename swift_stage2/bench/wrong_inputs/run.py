@@ -30,8 +30,8 @@ from swift_stage2.bench.wrong_inputs.data_rows import data_cases
 from swift_stage2.bench.wrong_inputs.scene import SceneMaker
 from swift_stage2.bench.wrong_inputs.settings import setting_cases
 from swift_stage2.bench.wrong_inputs.surroundings import surrounding_cases
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.errors import UserError
+from swift_stage2.terminal.parser import CommandParser
 
 EXIT_PROBLEMS = 1
 _AT_ONCE = 2

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
-from swift_stage2.command_parser import CommandParser
+from swift_stage2.terminal.parser import CommandParser
 
 _OPTION = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
 _NAME = re.compile(r"^    ([a-z]+)\b", re.MULTILINE)

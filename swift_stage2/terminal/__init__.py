@@ -1,0 +1,1 @@
+"""Every command on a terminal: its parser, its last line, its completion."""
