@@ -29,7 +29,6 @@ from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
-from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import (
     OnPending,
@@ -41,9 +40,9 @@ from swift_stage2.config import (
 )
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
+from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.pinned_evaluation import make_evaluation
 from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
@@ -58,6 +57,7 @@ from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
+from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
@@ -67,8 +67,8 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.stage2_run import Stage2Run
 from swift_stage2.telemetry import LiveView, Telemetry
+from swift_stage2.telemetry.clock_alignment import align_clocks
 from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
 from swift_stage2.weights.export import WeightExport

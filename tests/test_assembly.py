@@ -23,8 +23,8 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.preflight import server_wait
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.server_wait import wait_for_servers
+from swift_stage2.run import SWITCH_INTERVAL_S, Stage2Run
 from swift_stage2.servers import protocol
-from swift_stage2.stage2_run import SWITCH_INTERVAL_S, Stage2Run
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
 from swift_stage2.errors import ConfigError, Stage2Error
+from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule

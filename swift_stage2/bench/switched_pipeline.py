@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from swift_stage2 import assembly, stage2_run
+from swift_stage2 import assembly
+from swift_stage2 import run as stage2_run
 from swift_stage2.bench.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, is_on
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 

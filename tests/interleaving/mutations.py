@@ -18,8 +18,8 @@ from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservati
 from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Drawn, SampleSource
+from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
-from swift_stage2.pinned_evaluation import PinnedEvaluation
 
 _FOR_EVER_S = 1000.0
 

@@ -33,9 +33,9 @@ from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
+from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.pinned_evaluation import PinnedEvaluation
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from swift_stage2.clock_alignment import align_clocks
 from swift_stage2.collectives import NoteBoard, SingleRank
+from swift_stage2.telemetry.clock_alignment import align_clocks
 from swift_stage2.telemetry.spans import ClockOffset
 
 PATIENCE_S = 20.0
