@@ -6,11 +6,11 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
-from test_weight_transport import AnyCanary
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.weights import transport as weight_transport
@@ -19,6 +19,17 @@ from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 from swift_stage2.weights.transport import WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
+
+
+class AnyCanary:
+    def __init__(self) -> None:
+        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
+        self.config: dict[str, Any] = {}
+
+    def answer(self) -> None: ...
+
+    def agrees(self, token_ids: Any) -> bool:
+        return True
 
 
 @contextmanager

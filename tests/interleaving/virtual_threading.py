@@ -16,22 +16,18 @@ from typing import Any, NamedTuple
 import httpx
 from interleaving.scheduler import Scheduler, Strand
 
-from swift_stage2 import (
-    bucket_handover,
-    cuttable_call,
-    fence,
-    learner,
-    pending_abort,
-    server_call,
-    server_push,
-    server_session,
-    suspect_probe,
-    weight_bucket,
-    weight_sync,
-)
+from swift_stage2 import fence, learner
 from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_source
 from swift_stage2.channel_b.rollout_client import client, lane, seeds, share, trust
 from swift_stage2.scheduling import version_clock
+from swift_stage2.servers import call as server_call
+from swift_stage2.servers import cuttable_call, pending_abort
+from swift_stage2.servers import probe as suspect_probe
+from swift_stage2.servers import session as server_session
+from swift_stage2.weights import bucket as weight_bucket
+from swift_stage2.weights import handover as bucket_handover
+from swift_stage2.weights import push as server_push
+from swift_stage2.weights import sync_round as weight_sync
 
 _active: Scheduler | None = None
 

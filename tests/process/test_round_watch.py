@@ -18,7 +18,7 @@ from swift_stage2.process import round_watch
 from swift_stage2.process.round_watch import EXIT_HANG, RoundWatch
 
 PATIENCE_S = 20.0
-_PROGRAM = Path(__file__).with_name("two_rank_hang.py")
+_PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
 
 
 def end_of_both(scenario: str) -> list[str]:

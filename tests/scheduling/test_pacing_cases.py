@@ -1,4 +1,4 @@
-"""Pacing under a virtual clock. ``python tests/test_pacing_cases.py`` prints the table of docs/design/pacing.md."""
+"""Pacing under a virtual clock; run as a program, this file prints the table of docs/design/pacing.md."""
 
 from __future__ import annotations
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from dropping_port import LINEAR, a_round_at_a_dropping_port
+from dropping_port import LINEAR, AnyCanary, a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES, SECRET
 from stopped_process import stop_process
-from test_weight_transport import AnyCanary
 from torch.distributed import TCPStore
 from torchrun_job import free_port
 
@@ -43,7 +42,7 @@ T = 6.0  # of it 4.8 for calls; the second bucket leaves after 2.5, so a limit c
 def peer(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its first line; killed at the end, frozen or not."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("stalled_peer.py")), *arguments],
+        [sys.executable, str(Path(__file__).parents[1].joinpath("stalled_peer.py")), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropping_port import AnyCanary
 from fake_rollout_server import Answer, FakeRolloutServer, outputs
 
 from swift_stage2.collectives import SingleRank
@@ -21,17 +22,6 @@ from swift_stage2.weights import transport as weight_transport
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 from swift_stage2.weights.transport import StockTransport
-
-
-class AnyCanary:
-    def __init__(self) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
-        self.config: dict[str, Any] = {}
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Any) -> bool:
-        return True
 
 
 class RecordedTransport:
