@@ -84,7 +84,8 @@ def launch(
     check_data(config)
     check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
-    with hold_run_directory(output_dir, "launch", plan.rendezvous or os.environ):
+    role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
+    with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
         start = starting_point(config, resume=resume)
         if start.checkpoint is not None and config.b_enabled:
             learner = config.launch.learner
