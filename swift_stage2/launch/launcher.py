@@ -17,7 +17,14 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.ports import is_here, refuse_busy_ports, refuse_deaf_endpoint
+from swift_stage2.launch.ports import (
+    is_here,
+    lone_names,
+    open_servers,
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+)
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.rank_end import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
@@ -75,6 +82,8 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
+    if config.b_enabled:
+        refuse_lone_addresses(config)
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
     if (endpoint := config.launch.learner.rdzv_endpoint) is not None:
@@ -121,6 +130,8 @@ def _serve_this_machine(
             )
         )
     refuse_busy_ports(plan.servers)
+    for warning in (*lone_names(plan.servers), *open_servers(plan.servers, config.rollout.api_key())):
+        show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
     return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
