@@ -6,10 +6,11 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -39,7 +40,7 @@ from swift_stage2.config import (
     StarvationAction,
 )
 from swift_stage2.dataset.files import local_files
-from swift_stage2.errors import DatasetError
+from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -58,7 +59,7 @@ from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory.surroundings import surroundings
+from swift_stage2.run_directory.claim.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch
@@ -113,6 +114,8 @@ def start_run(
         ServerUnavailable: a server did not answer within ``rollout.start_timeout_s``; on every rank.
     """
     control = join_control_group(config.control_timeout_s)
+    settings = config.without_secrets()
+    refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
     policy = config.stage2_ab.channel_b.rows_without_objects
     usable = together(control, lambda: usable_rows(rows, policy))
@@ -124,7 +127,6 @@ def start_run(
     with ExitStack() as on_failure:
         on_failure.callback(telemetry.close)
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
-        settings = config.without_secrets()
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(control)
@@ -183,6 +185,34 @@ def start_run(
     )
     watch = progress_watch(config, telemetry, channel_b)
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
+
+
+def refuse_differing_settings(settings: Mapping[str, Any], control: ControlGroup) -> None:
+    """Every rank has read a file of its own. Section ``launch`` is left out: a host may number its devices as it does.
+
+    Raises:
+        ConfigError: a setting is not every rank's; on every rank.
+    """
+    mine = {place: value for place, value in _leaves(settings) if not place.startswith("launch.")}
+    told = [json.loads(each) for each in control.gather(json.dumps(mine))]
+    places = sorted({place for each in told for place in each})
+    differing = [place for place in places if any(each.get(place) != told[0].get(place) for each in told)]
+    if differing:
+        place, rest = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        values = [each.get(place) for each in told]
+        rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        raise ConfigError(
+            f"every rank must have the same settings, got {place}={values[0]} on rank 0 and {values[rank]} on rank "
+            f"{rank}{rest}; give every host the same file"
+        )
+
+
+def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)
 
 
 def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:

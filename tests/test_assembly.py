@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
+from gloo_pair import join_job, run_pair
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.collectives import SingleRank
+from swift_stage2.collectives import GlooControlGroup, SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.preflight import server_wait
@@ -214,6 +215,23 @@ def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[
         wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
 
 
+def test_a_run_whose_other_host_has_another_file_does_not_start(
+    configure: Callable[..., Stage2Config],
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OneOfTwo(SingleRank):
+        def gather(self, text: str) -> tuple[str, ...]:
+            return text, json.dumps(json.loads(text) | {"control_timeout_s": "7.0"})
+
+    monkeypatch.setattr(assembly, "join_control_group", lambda timeout_s: OneOfTwo())
+    with pytest.raises(
+        ConfigError, match=r"got control_timeout_s=1800\.0 on rank 0 and 7\.0 on rank 1; give every"
+    ):
+        _start(configure(_closed_port()), rows, tmp_path, _token_count)
+
+
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
     configure: Callable[..., Stage2Config],
     rows: list[dict[str, Any]],
@@ -228,6 +246,41 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
     with pytest.raises(ServerUnavailable):
         _start(configure(_closed_port()), rows, tmp_path, _token_count)
     assert len(closed) == 1
+
+
+def compare_settings(rank: int, port: int) -> list[str]:
+    """What each of two ranks is told of settings that differ in one of these ways, or not."""
+    join_job(rank, port)
+    control = GlooControlGroup(60.0)
+    told = []
+    for differing in (
+        {},
+        {"launch": {"learner": {"node_rank": rank}}},
+        {"swift": {"learning_rate": 1e-5 * (rank + 1), "output_dir": "/runs/a", "seed": float("nan")}},
+        {
+            "swift": {"learning_rate": 1e-5, **({"lora_rank": 8} if rank else {})},
+            "rollout": {"servers": [rank]},
+        },
+    ):
+        try:
+            assembly.refuse_differing_settings({"control_timeout_s": 10.0} | differing, control)
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> None:
+    first, second = run_pair(compare_settings)
+    assert first == second
+    assert first == [
+        "",
+        "",
+        "every rank must have the same settings, got swift.learning_rate=1e-05 on rank 0 and 2e-05 on rank 1; give "
+        "every host the same file",
+        "every rank must have the same settings, got rollout.servers=[0] on rank 0 and [1] on rank 1 (1 more differ); "
+        "give every host the same file",
+    ]
 
 
 # --- samples -----------------------------------------------------------------------------------------

@@ -1,66 +1,14 @@
-"""Two real processes over gloo, forked from a server that has imported torch once."""
+"""The control group of two real processes, and of one."""
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
-import os
-import socket
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
+from gloo_pair import join_job, run_pair
 
 from swift_stage2.collectives import GlooControlGroup, SingleRank, join_control_group
-
-DEADLINE_S = 90.0
-Body = Callable[[int, int], Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run_pair(body: Body) -> list[Any]:
-    """What ``body(rank, port)`` returned as rank 0 and as rank 1."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        context.Process(target=_report, args=(body, rank, port, pipes[rank][1]), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        answers = []
-        for receive, _ in pipes:
-            assert receive.poll(DEADLINE_S)
-            answers.append(receive.recv())
-        return answers
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(DEADLINE_S)
-
-
-def _report(body: Body, rank: int, port: int, answer: Connection) -> None:
-    answer.send(body(rank, port))
-    os._exit(0)  # a process that a test lets die does not tidy up
-
-
-def join_job(rank: int, port: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=30),
-    )
 
 
 def reduce_and_broadcast(rank: int, port: int) -> Any:

@@ -14,7 +14,7 @@ import psutil
 
 from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.launch.ports import holder_of, refuse_busy
+from swift_stage2.launch.ports import holder_of, refuse_busy_group_port, refuse_busy_server
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -55,12 +55,7 @@ def check_host(server: ServerConfig) -> Outcome[str]:
 
 def check_ports_free(server: ServerConfig, key: str, upstream_port: int | None = None) -> Outcome[None]:
     """Before ``launch``: nobody holds a port that it needs. Raises ConfigError as ``refuse_busy`` does."""
-    ports = {f"{key}.base_url": server.port, f"{key}.group_port": server.group_port}
-    if upstream_port is not None:
-        ports[f"{key.replace('rollout.', 'launch.', 1)}.upstream_port"] = upstream_port
-    for place, port in ports.items():
-        refuse_busy((server.group_bind if port == server.group_port else None) or server.host, port, place)
-    *first, last = map(str, ports.values())
+    *first, last = [str(port) for _, port in refuse_busy_server(server, key, upstream_port).values()]
     return ok(f"ports {', '.join(first)} and {last} are free")
 
 
@@ -70,7 +65,7 @@ def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outco
         return ok(
             f"port {server.group_port} is on another machine; the dry round shows whether it can be used"
         )
-    refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
+    refuse_busy_group_port(server, key)
     return ok(f"port {server.group_port} is free")
 
 

@@ -85,7 +85,11 @@ def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
     hosts = [server.host for server in config.rollout.servers[: len(launch.servers)]]
     is_apart = launch.learner.nnodes > 1 or not all(is_here(host) for host in hosts)
     parts = (LaunchPart.SERVERS, LaunchPart.LEARNER) if is_apart else (LaunchPart.ALL,)
-    plan = [plan_launch(config, path, os.environ, part=part) for part in parts][-1]
+    node_rank = launch.learner.node_rank or 0
+    plan = [
+        plan_launch(config, path, os.environ, part=part, node_rank=node_rank, is_here=is_here)
+        for part in parts
+    ][-1]
     engines = [str(server.engine) for server in config.launch.servers]
     servers = ", ".join(engines) if engines else "servers are started elsewhere"
     ranks = launch.learner.nnodes * launch.learner.nproc_per_node
@@ -94,15 +98,20 @@ def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
 
 
 def _devices(config: Stage2Config) -> Outcome[None]:
-    owners = {"learner": config.launch.learner.devices}
-    owners |= {f"server {index}": server.devices for index, server in enumerate(config.launch.servers)}
+    launch = config.launch
+    owners = {"learner": launch.learner.devices}
+    owners |= {f"server {index}": server.devices for index, server in enumerate(launch.servers)}
     shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
-    numbers = [device for devices in owners.values() for device in devices if isinstance(device, int)]
+    # Another host's server counts that one's GPUs.
+    addresses = config.rollout.servers
+    here = {index: each for index, each in enumerate(launch.servers) if is_here(addresses[index].host)}
+    compared = (launch.learner.devices, *(server.devices for server in here.values()))
+    numbers = [device for devices in compared for device in devices if isinstance(device, int)]
     wants_cpu = config.swift.get("use_cpu") is True
-    bare = [] if wants_cpu or config.launch.learner.devices else ["launch.learner.devices"]
+    bare = [] if wants_cpu or launch.learner.devices else ["launch.learner.devices"]
     bare += [
         f"launch.servers[{index}].devices"
-        for index, server in enumerate(config.launch.servers)
+        for index, server in here.items()
         if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
     num_here = _num_devices()

@@ -15,7 +15,14 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.ports import is_here, refuse_busy_ports, refuse_deaf_endpoint
+from swift_stage2.launch.ports import (
+    is_here,
+    lone_names,
+    open_servers,
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+)
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.rank_end import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
@@ -26,9 +33,9 @@ from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.preflight.dataset import check_data
 from swift_stage2.preflight.model import check_hub_ids, check_model
 from swift_stage2.preflight.model_family import check_family
-from swift_stage2.run_directory.claim import starting_point
-from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.run_directory.resume import check_world_size
+from swift_stage2.run_directory.claim.claim import starting_point
+from swift_stage2.run_directory.claim.lock import hold_run_directory
+from swift_stage2.run_directory.claim.resume import check_world_size
 from swift_stage2.terminal.error_line import print_error
 
 _USER_MISTAKE = 2
@@ -75,6 +82,8 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
+    if config.b_enabled:
+        refuse_lone_addresses(config)
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
     if (endpoint := config.launch.learner.rdzv_endpoint) is not None:
@@ -84,7 +93,8 @@ def launch(
     check_data(config)
     check_hub_ids(config.swift)
     output_dir, since = plan.log_dir.parent, time.time()
-    with hold_run_directory(output_dir, "launch", plan.rendezvous or os.environ):
+    role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
+    with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
         start = starting_point(config, resume=resume)
         if start.checkpoint is not None and config.b_enabled:
             learner = config.launch.learner
@@ -120,6 +130,8 @@ def _serve_this_machine(
             )
         )
     refuse_busy_ports(plan.servers)
+    for warning in (*lone_names(plan.servers), *open_servers(plan.servers, config.rollout.api_key())):
+        show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
     return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)

@@ -3,6 +3,9 @@
 A holder's file appears below ``RUN_DIR/locks`` locked and written, so one that is not locked is of a process that has
 ended, and one that is tells whose it is. ``launch`` and every rank hold one; the ranks of one torchrun are one run,
 with the launch above them.
+
+Some network file systems have no locks, or show one to its own host alone. So every holder also touches its file, and
+where the kernel cannot know, a file is of a process that has ended once it has been left alone.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import json
 import os
 import shlex
 import socket
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +31,10 @@ from swift_stage2.errors import ConfigError, UserError
 _FOLDER = "locks"
 _SUFFIX = ".lock"
 _LONGEST_COMMAND = 300
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_TOUCHED_EVERY_S = 10.0
+_LEFT_ALONE_S = 60.0
 _held: set[int] = set()  # descriptors of this process's locks
 
 
@@ -46,9 +52,11 @@ class Holder:
     """One process that works in a run directory."""
 
     role: str
-    """``launch`` or ``rank N``."""
+    """``launch``, on each host of several ``launch.nodeN``, or ``rank N``: a run has each once."""
     pid: int
     host: str
+    boot_id: str
+    """Of its kernel, for two hosts may have one name; empty where the kernel tells none."""
     since: str
     """Local time."""
     command: str
@@ -82,18 +90,30 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
     _held.add(descriptor)
     # Never a name that an earlier process had: whoever finds that one abandoned removes it by its name.
     path = folder / f"{me.host}-{me.pid}{Path(unnamed).name}{_SUFFIX}"
+    ended = threading.Event()
+    toucher = threading.Thread(target=_touch, args=(path, ended), name="run-lock", daemon=True)
     try:
-        if _lock(descriptor, folder):
-            os.write(descriptor, json.dumps(asdict(me)).encode())
-            os.fchmod(descriptor, 0o644)  # another user's run reads it, too
-            os.rename(unnamed, path)
-            _refuse_others(folder, path, me)
+        is_locked = _lock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, json.dumps(asdict(me)).encode())
+        os.fchmod(descriptor, 0o644)  # another user's run reads it, too
+        os.rename(unnamed, path)
+        _refuse_others(folder, path, me, has_locks=is_locked)
+        toucher.start()
         yield
     finally:
+        ended.set()
+        if toucher.is_alive():
+            toucher.join(_TOUCHED_EVERY_S)
         for name in (Path(unnamed), path):
             name.unlink(missing_ok=True)
         _held.discard(descriptor)
         os.close(descriptor)
+
+
+def _touch(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(_TOUCHED_EVERY_S):
+        with suppress(OSError):  # a moment's trouble: the file may stay untouched for longer
+            os.utime(path)
 
 
 def _this_process(role: str, environment: Mapping[str, str]) -> Holder:
@@ -102,6 +122,7 @@ def _this_process(role: str, environment: Mapping[str, str]) -> Holder:
         role=role,
         pid=os.getpid(),
         host=socket.gethostname(),
+        boot_id=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         command=shlex.join(psutil.Process().cmdline())[:_LONGEST_COMMAND],
         agent_pid=os.getppid(),
@@ -109,51 +130,50 @@ def _this_process(role: str, environment: Mapping[str, str]) -> Holder:
     )
 
 
-def _lock(descriptor: int, folder: Path) -> bool:
-    """False, with a warning, where the file system has no locks."""
+def _lock(descriptor: int, kind: int) -> bool:
+    """False where the file system has no locks. Raises BlockingIOError when another process holds it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        print(
-            f"swift-stage2: warning: {folder} is on a file system without locks ({error.strerror}); a second run "
-            "in the same directory would not be noticed",
-            file=sys.stderr,
-            flush=True,
-        )
         return False
     return True
 
 
-def _refuse_others(folder: Path, own: Path, me: Holder) -> None:
+def _refuse_others(folder: Path, own: Path, me: Holder, *, has_locks: bool) -> None:
+    now = own.stat().st_mtime  # by the clock that also gave the others theirs
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         if path == own:
             continue
         try:
             with path.open("rb") as file:
-                if _is_abandoned(file.fileno()):
+                holder = _read(file.read())
+                is_certain = has_locks and (holder is None or holder.boot_id == me.boot_id)
+                is_left_alone = now - os.fstat(file.fileno()).st_mtime > _LEFT_ALONE_S
+                if not _is_locked(file.fileno()) and (is_certain or is_left_alone):
                     path.unlink(missing_ok=True)
                     continue
-                holder = _read(file.read())
         except OSError:
             continue  # its holder has ended meanwhile, or it is another user's to remove
         if holder is None or not _is_same_run(me, holder):
             who = holder.describe() if holder else f"a process that {path} does not name"
             remedy = f"wait for its end, end it (kill {holder.pid}), or" if holder else "wait for its end, or"
+            if not is_certain:
+                remedy = f"if it was killed wait for {_LEFT_ALONE_S:g} s, else {remedy}"
             raise UserError(
                 f"a run directory has one run at a time, got {folder.parent}, where another goes on ({who}); "
                 f"{remedy} name another swift.output_dir"
             )
 
 
-def _is_abandoned(descriptor: int) -> bool:
+def _is_locked(descriptor: int) -> bool:
     """Shared, so that two who look at once do not take each other for the holder."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _lock(descriptor, fcntl.LOCK_SH)
     except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _read(text: bytes) -> Holder | None:
@@ -163,7 +183,9 @@ def _read(text: bytes) -> Holder | None:
 
 
 def _is_same_run(me: Holder, other: Holder) -> bool:
-    if other.host != me.host:
+    if other.role == me.role:
+        return False
+    if (other.host, other.boot_id) != (me.host, me.boot_id):
         return bool(me.rendezvous) and other.rendezvous == me.rendezvous
     if me.rendezvous and (other.rendezvous, other.agent_pid) == (me.rendezvous, me.agent_pid):
         return True

@@ -153,6 +153,22 @@ def test_devices_that_this_machine_lacks_fail(configure: Configure, doctor: Doct
     assert "run the doctor on the machine that trains" in row["fix"]
 
 
+def test_devices_of_servers_on_other_hosts_are_not_looked_for_here(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    learner = {"devices": [0, 1], "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29400"}
+    launch = {"servers": [{"engine": "swift", "devices": [7]}, {"engine": "vllm"}], "learner": learner}
+    elsewhere = {
+        "rollout__servers": [{"base_url": f"http://{host}:8000"} for host in ("192.0.2.1", "203.0.113.1")]
+    }
+    report = doctor(configure(DEAD, launch=launch, swift__model="/nowhere/m", **elsewhere))
+    assert report.verdict("devices") == "ok", report.row("devices")
+    assert "learner: 0,1; server 0: 7; server 1: CPU only" in report.row("devices")["found"]
+    assert report.verdict("launch plan") == "ok", report.row("launch plan")
+
+
 @pytest.mark.parametrize("output", ["/proc/nowhere/run", "rows.jsonl/run", 7])
 def test_a_run_directory_that_cannot_be_written_fails(
     configure: Configure, doctor: Doctor, tmp_path: Path, output: str | int

@@ -87,10 +87,13 @@ def test_a_job_over_three_hosts_trains_both_channels_and_leaves_nothing(
         (tmp_path / "bin" / name).write_text(start + body)
         (tmp_path / "bin" / name).chmod(0o755)
     script = block("bash", {"ssh": "run-with-ssh", "slurm": "#SBATCH"}[way])
-    assert script.count("/shared/project") == 1
-    (tmp_path / "script").write_text(script.replace("/shared/project", str(tmp_path)))
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": ",".join(NAMES)} if way == "slurm" else {}
+    for place, own in {"/shared/project": str(tmp_path), "/shared/venv": sys.prefix}.items():
+        assert script.count(place) == 1
+        script = script.replace(place, own)
+    (tmp_path / "script").write_text(script)
+    (tmp_path / "api_key").write_text("hush\n")
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": ",".join(NAMES), "SLURM_CPUS_PER_TASK": "1"}
     log = tmp_path / "script.log"
     with log.open("wb") as output:
         status = subprocess.run(
@@ -101,7 +104,7 @@ def test_a_job_over_three_hosts_trains_both_channels_and_leaves_nothing(
             timeout=_RUN_S,
             env=os.environ
             | ENVIRONMENT
-            | slurm
+            | (slurm if way == "slurm" else {})
             | {"PATH": path, "RECORD_DIR": str(tmp_path / "micro_steps")},
         ).returncode
     told = log.read_text(errors="replace") + "".join(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from swift_stage2.run_directory.claim.lock import hold_run_directory
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory import lock as run_lock
 
 _DEADLINE_S = 60.0
 _TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -21,11 +25,11 @@ _HOLD = """
 import os, subprocess, sys
 from pathlib import Path
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory.claim.lock import hold_run_directory
 try:
     with hold_run_directory(Path(sys.argv[1]), sys.argv[2], os.environ):
         if len(sys.argv) > 3:
-            subprocess.run([sys.executable, "-c", sys.argv[3], *sys.argv[1:3]], timeout=60)
+            subprocess.run([sys.executable, "-c", sys.argv[3], sys.argv[1], "rank 0"], timeout=60)
         print("held", flush=True)
         sys.stdin.read()
 except UserError as error:
@@ -35,7 +39,7 @@ except UserError as error:
 _FORK = """
 import os, signal, sys
 from pathlib import Path
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory.claim.lock import hold_run_directory
 with hold_run_directory(Path(sys.argv[1]), "rank 0", {}):
     if not (first := os.fork()):
         os._exit(0)
@@ -161,3 +165,72 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         hold_run_directory(file, "launch", {}),
     ):
         raise AssertionError("it was let in")
+
+
+def rewrite(tmp_path: Path, *, age_s: float, **fields: str) -> None:
+    """As the one holder's file would be, were these true of its host."""
+    (file,) = tmp_path.glob("locks/*.lock")
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    now = file.stat().st_mtime
+    os.utime(file, (now, now - age_s))
+
+
+def enter(tmp_path: Path, role: str, variables: dict[str, str] | None = None) -> str:
+    try:
+        with hold_run_directory(tmp_path, role, variables or {}):
+            return "held"
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_lock_that_cannot_be_seen_from_here_counts_while_its_file_is_touched(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    """Another host's where locks are seen on their own host alone, and anyone's where there are none."""
+    first = start("launch")
+    assert first.word() == "held"
+    if has_locks:
+        first.process.kill()  # a file without a lock, as the other host's is seen here
+        first.end()
+        rewrite(tmp_path, age_s=30, boot_id="another")
+    else:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    told = enter(tmp_path, "rank 0")
+    assert f"(launch, process {first.process.pid} on {os.uname().nodename} since " in told
+    assert f"if it was killed wait for 60 s, else wait for its end, end it (kill {first.process.pid})" in told
+    assert len(list(tmp_path.glob("locks/*"))) == 1
+    rewrite(tmp_path, age_s=90)
+    assert enter(tmp_path, "rank 0") == "held"
+    assert list(tmp_path.glob("locks/*")) == []
+
+
+def no_locks(descriptor: int, kind: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_holder_touches_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_TOUCHED_EVERY_S", 0.01)
+    touched, real = threading.Event(), os.utime
+    monkeypatch.setattr(os, "utime", lambda path: (real(path), touched.set()))
+    with hold_run_directory(tmp_path, "launch", {}):
+        assert touched.wait(_DEADLINE_S)
+    assert "run-lock" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_two_hosts_of_one_name_are_two_and_may_be_one_run(tmp_path: Path, start: Start) -> None:
+    """Each has a torchrun of its own above its ranks."""
+    first = start("rank 0", _TORCHRUN | {"AGENT": "another"})
+    assert first.word() == "held"
+    assert "one run at a time" in enter(tmp_path, "rank 1", _TORCHRUN)
+    rewrite(tmp_path, age_s=0, boot_id="another")
+    assert enter(tmp_path, "rank 1", _TORCHRUN) == "held"
+    assert "one run at a time" in enter(tmp_path, "rank 1", _TORCHRUN | {"MASTER_PORT": "29501"})
+
+
+def test_a_run_has_each_rank_and_each_launch_once(tmp_path: Path, start: Start) -> None:
+    """Else two runs of one file that meet at one rendezvous would be taken for one."""
+    assert start("launch.node1", _TORCHRUN).word() == "held"
+    rewrite(tmp_path, age_s=0, host="another")
+    assert "launch.node1, process" in enter(tmp_path, "launch.node1", _TORCHRUN)
+    assert enter(tmp_path, "launch.node0", _TORCHRUN) == "held"
