@@ -30,11 +30,6 @@ class Report:
         return sum(record["status"] == Status.FAILED for record in self._records)
 
     @property
-    def rehearsal(self) -> bool:
-        """True when nothing here is about a GPU."""
-        return self._rehearsal
-
-    @property
     def elapsed_s(self) -> float:
         """Seconds since the check began."""
         return time.monotonic() - self._started
