@@ -59,7 +59,7 @@ from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory.claim.surroundings import surroundings
+from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.starvation import StarvationWatch

@@ -25,6 +25,12 @@ from swift_stage2.terminal.parser import CommandParser
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
 _GRADIENT_ACCUMULATION_STEPS = 4
+_PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters")
+_HEAD = """\
+# Written by swift-stage2 init; every key is explained in docs/design/config.md.
+# A relative path, in here or in a row of the data, is read from the folder in which a command is started.
+# Here all are absolute, so that every folder will do if the rows name their pictures by absolute paths, too.
+"""
 _QUESTIONS = {
     "data": "training data, a JSONL file",
     "model": "model, the directory of a stage-1 checkpoint or a hub id",
@@ -57,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_starter(options: argparse.Namespace) -> None:
     """Writes the YAML after ``load_config`` has taken it. Raises ConfigError or UserError; then nothing is left."""
-    text = "# Written by swift-stage2 init; every key is explained in docs/design/config.md.\n" + write_yaml(
-        starter_config(options)
-    )
+    text = _HEAD + write_yaml(starter_config(options))
     with tempfile.TemporaryDirectory(prefix="swift-stage2-init-") as scratch:
         draft = Path(scratch) / options.output.name
         draft.write_text(text, encoding="utf-8")
@@ -83,11 +87,13 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
     swift: dict[str, Any] = {
         "model": options.model,
         "dataset": [options.data],
-        "output_dir": str(Path("runs") / options.output.stem),
+        "output_dir": str(Path("runs").absolute() / options.output.stem),
         "gradient_accumulation_steps": _GRADIENT_ACCUMULATION_STEPS,
         **({} if learner else {"use_cpu": True, "ddp_backend": "gloo", "attn_impl": "sdpa"}),
+        "add_version": False,  # so that the report, and a resume, find the run in output_dir itself
         **_further(options.swift),
     }
+    swift |= {name: _absolute(swift[name]) for name in _PATHS if name in swift}
     ports = _free_ports(len(rollout) or 1)
     return {
         "swift": swift,
@@ -102,6 +108,15 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
             "servers": [_server([gpu], swift) for gpu in rollout] or [_server([], swift)],
         },
     }
+
+
+def _absolute(value: Any) -> Any:
+    """Paths of what is here as absolute ones; a hub's id stays."""
+    if isinstance(value, list):
+        return [_absolute(each) for each in value]
+    path, rows, number = str(value).partition("#")  # ms-swift's `#N` asks for N rows
+    found = Path(path).expanduser()
+    return str(found.absolute()) + rows + number if found.exists() else value
 
 
 def _server(devices: list[int], swift: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from typing import Any
 from swift.arguments import SftArguments
 from swift.utils import parse_args
 
-from swift_stage2.config.binding import closest
 from swift_stage2.errors import ConfigError
+from swift_stage2.nearest_word import closest
 
 logger = logging.getLogger(__name__)
 

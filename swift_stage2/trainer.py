@@ -44,8 +44,8 @@ from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
 from swift_stage2.run import Stage2Run  # noqa: E402
-from swift_stage2.run_directory.claim import resume  # noqa: E402
-from swift_stage2.run_directory.claim.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
+from swift_stage2.run_directory import resume  # noqa: E402
+from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.servers import protocol as rollout_protocol  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402

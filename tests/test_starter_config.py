@@ -47,6 +47,41 @@ def test_the_doctor_accepts_what_init_writes(
     assert cli.main(["doctor", "job.yaml"]) == 0, capsys.readouterr().out
 
 
+def test_what_init_writes_can_be_used_from_any_folder(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, target in {"rows.jsonl": rows_file, "model": STAGE1, "plugin.py": TEMPLATE_FILE}.items():
+        (tmp_path / name).symlink_to(target)
+    words = answers(Path("rows.jsonl"), Path("job.yaml"), model="model")
+    assert cli.main(["init", *words, "--swift", "external_plugins=plugin.py"]) == 0, capsys.readouterr().err
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config("../job.yaml")
+    here = str(tmp_path)
+    assert config.swift["model"] == f"{here}/model"
+    assert config.swift["dataset"] == [f"{here}/rows.jsonl"]
+    assert config.swift["external_plugins"] == f"{here}/plugin.py"
+    assert config.launch.servers[0].args["external-plugins"] == f"{here}/plugin.py"
+    assert config.swift["output_dir"] == f"{here}/runs/job"
+    assert config.swift["add_version"] is False
+    assert "read from the folder in which a command is started" in (tmp_path / "job.yaml").read_text()
+
+
+def test_a_hub_id_and_a_number_of_rows_stay(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rows_file.parent)
+    output = tmp_path / "job.yaml"
+    assert (
+        cli.main(["init", *answers(Path(f"{rows_file.name}#4"), output, model="Qwen/Qwen2.5-VL-3B-Instruct")])
+        == 0
+    )
+    config = load_config(output)
+    assert config.swift["model"] == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert config.swift["dataset"] == [f"{rows_file}#4"]
+
+
 def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "gpus.yaml"
     words = answers(rows_file, output, learner_gpus="0,1", rollout_gpus="2, 3,4")

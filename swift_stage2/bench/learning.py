@@ -22,7 +22,7 @@ from swift_stage2.demo.scene_files import SceneFiles, num_train_samples, write_s
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.training import score, train
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.claim.output import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 from swift_stage2.terminal.parser import CommandParser

@@ -6,7 +6,6 @@ the dotted place in the file. Numbers: an integer may stand for a float, a boole
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -14,6 +13,7 @@ from enum import StrEnum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from swift_stage2.errors import ConfigError
+from swift_stage2.nearest_word import closest
 
 S = TypeVar("S")
 
@@ -49,14 +49,7 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
         raise ConfigError(f"{place}: {exc}" if place else str(exc)) from exc
 
 
-_NEAR = 0.75  # below that, what is alike is an ending (`_type`, `_steps`), and the hint names another setting
 _LONGEST_SHOWN = 120
-
-
-def closest(word: str, words: tuple[str, ...]) -> str | None:
-    """The word nearest to ``word``, or None when none is near."""
-    found = difflib.get_close_matches(word, words, n=1, cutoff=_NEAR)
-    return found[0] if found else None
 
 
 def _refuse_missing(declared: Mapping[str, Field[Any]], data: Mapping[str, Any], place: str) -> None:

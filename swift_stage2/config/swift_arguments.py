@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.config.binding import closest
 from swift_stage2.errors import ConfigError
+from swift_stage2.nearest_word import closest
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
 from swift_stage2.demo.training import score, train, words_of_launcher
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.claim.output import claim_directory
+from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 from swift_stage2.terminal.error_line import print_error

@@ -182,11 +182,14 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
 
 
 def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
-    """How many samples a pack holds when packs are filled as the pipeline fills them, oldest first."""
+    """How many samples a pack holds in the long run: what the pipeline's packing fills of it, over the mean length.
+
+    Counting the samples of the first packs would not tell: the best fill takes the longest samples first.
+    """
     left = list(lengths) * max(1, -(-2 * capacity // sum(lengths)))  # enough for two packs at least
-    num_packs = num_packed = 0
+    num_packs = num_tokens = 0
     while sum(left) >= capacity or not num_packs:
-        chosen = select_pack(left, capacity)
-        num_packs, num_packed = num_packs + 1, num_packed + len(chosen)
-        left = [length for index, length in enumerate(left) if index not in set(chosen)]
-    return num_packed / num_packs
+        chosen = frozenset(select_pack(left, capacity))
+        num_packs, num_tokens = num_packs + 1, num_tokens + sum(left[index] for index in chosen)
+        left = [length for index, length in enumerate(left) if index not in chosen]
+    return num_tokens / num_packs / (sum(lengths) / len(lengths))

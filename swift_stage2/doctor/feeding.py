@@ -33,6 +33,8 @@ class Feeding:
     queue_limit: int
     prefetch_target_packs: int
     samples_per_pack: float
+    num_rows: int
+    """Of the training data."""
     single_s: float
     """One rollout alone on the slowest server."""
     batch_s: float
@@ -117,11 +119,17 @@ class Feeding:
 
 def check_need(feeding: Feeding) -> Outcome[Feeding]:
     """What the schedule asks for, whatever a step takes."""
+    turns = feeding.rollouts_per_b_step / feeding.num_rows
+    again = (
+        f"; the data has {feeding.num_rows} rows: one B step asks for each {turns:.1f} times"
+        if turns > 1
+        else ""
+    )
     return ok(
         f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
         f"{feeding.samples_per_pack:.1f} samples a pack = {feeding.rollouts_per_b_step:.0f} rollouts; at b_ratio "
         f"{float(feeding.b_ratio):g} that is {feeding.rollouts_per_step:.1f} per step; available: "
-        f"{feeding.rollouts_per_s:.2f} rollouts/s",
+        f"{feeding.rollouts_per_s:.2f} rollouts/s{again}",
         feeding,
     )
 

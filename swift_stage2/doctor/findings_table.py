@@ -37,9 +37,9 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
             show_edge=False,
             pad_edge=False,
         )
-        table.add_column("check", width=_CHECK_COLUMNS)
+        table.add_column("check", width=_CHECK_COLUMNS, overflow="fold")
         table.add_column("verdict", width=len(Verdict.WARNING))
-        table.add_column("found", ratio=1)
+        table.add_column("found", ratio=1, overflow="fold")
         for finding in rows:
             table.add_row(finding.check, _verdict(finding), _found(finding))
         parts += [table, Text()]

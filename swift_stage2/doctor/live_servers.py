@@ -207,6 +207,7 @@ class LiveServers:
             samples_per_pack=samples_per_pack(
                 self._samples.result.segment_lengths, channel_b.packing.packing_length
             ),
+            num_rows=self._samples.result.lengths.num_rows,
             single_s=slowest[0].seconds,
             batch_s=slowest[-1].seconds,
             rollouts_per_s=sum(call.rollouts_per_s for call in full),

@@ -1,7 +1,7 @@
 """Stage *handover*: figures for weights that leave the learner while it trains, and reach another process by memory.
 
 A snapshot into pinned memory on a side stream beside backward passes; a memory file that a second process maps; on a
-GPU also CUDA IPC. Both times the second process tells the checksum of what it sees.
+GPU also CUDA IPC. Both times the second process, this module as a program, tells the checksum of what it sees.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pickle
 import subprocess
 import sys
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -118,7 +119,7 @@ def _read_elsewhere(where: dict[str, Any], *descriptors: int) -> dict[str, Any]:
     """Asks a process of its own about these bytes; ``run`` ends and reaps it on every path."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "swift_stage2.gpu_check.ipc_reader"],
+            [sys.executable, "-m", "swift_stage2.gpu_check.handover"],
             input=json.dumps(where),
             capture_output=True,
             text=True,
@@ -132,3 +133,31 @@ def _read_elsewhere(where: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise CheckFailed(f"the reading process ended with status {done.returncode}: {last}")
     return dict(json.loads(done.stdout))
+
+
+def read() -> None:
+    """The second process: prints the checksum of what stdin names and how long it took.
+
+    stdin holds {"descriptor", "num_bytes"} of a memory file, or {"handle"} of a tensor on the GPU.
+    """
+    where = json.load(sys.stdin)
+    device = "cuda:0" if "handle" in where else "cpu"
+
+    def see() -> torch.Tensor:
+        if "handle" in where:
+            tensor: torch.Tensor = pickle.loads(
+                b64decode(where["handle"])
+            )  # torch taught pickle what a handle is
+            return tensor
+        mapped = mmap.mmap(where["descriptor"], where["num_bytes"])
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    if device != "cpu":
+        torch.zeros(1, device=device)  # the start of CUDA is no part of what is measured
+    tensor, open_s = timed(device, see)
+    checksum, sum_s = timed(device, lambda: checksum_tensor(tensor))
+    print(json.dumps({"open_s": open_s, "sum_s": sum_s, "checksum": checksum}))
+
+
+if __name__ == "__main__":
+    read()

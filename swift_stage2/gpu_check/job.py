@@ -1,4 +1,4 @@
-"""A learner and our server on one device: real processes under wardens, followed to their end and accounted.
+"""A learner and our server on one device: how they are written, started and accounted.
 
 ``launch`` refuses a device for both, so they are started one by one, as a user with one GPU would.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import DemoJob, config_of, free_ports
@@ -20,36 +18,35 @@ from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import CheckFailed
+from swift_stage2.gpu_check.processes import Server, StageProcesses
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.telemetry.summary import RunSummary, summarise
 
 _NUM_SCENES = 64
-_POLL_S = 0.1
 _NEW_TOKENS = 24
 _ROUND_TIMEOUT_S = 120.0
 _CHECKED_PROOF = "checksums+canary"
 
 
-def start_server(context: Context, servers: BenchServers, model: Path) -> BenchServer:
+def start_server(context: Context, processes: StageProcesses, model: Path) -> Server:
     """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
     port, group_port = free_ports(2)
     options = ["--external-plugins", str(TEMPLATE_FILE), "--model-type", MODEL_TYPE, "--template", MODEL_TYPE]
     place = ["--port", str(port), "--torch-dtype", context.dtype, "--device", context.device]
     threads = ["--num-threads", "1"] if context.rehearsal else []
     argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *options, *place, *threads)
-    tree = servers.start_process("server", argv, _threads(context))
+    tree = processes.start("server", argv, _threads(context))
     base_url = f"http://127.0.0.1:{port}"
-    servers.await_answer(base_url, tree)
-    return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
+    processes.await_answer(base_url, tree)
+    return Server(base_url, group_port, tree)
 
 
 def write_job(
     context: Context,
     name: str,
     model: Path,
-    server: BenchServer,
+    server: Server,
     *,
     num_steps: int,
     sync_every_steps: int,
@@ -85,33 +82,24 @@ def write_job(
     return job
 
 
-def start_learner(context: Context, servers: BenchServers, job: DemoJob) -> ProcessTree:
-    """All ranks of the job on the device."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.num_ranks}")
-    words = ("-m", "swift_stage2.gpu_check.rank_on_first_device", "train", str(job.config_path))
-    return servers.start_process("learner", (sys.executable, "-u", *torchrun, *words), _threads(context))
+def start_learner(context: Context, processes: StageProcesses, job: DemoJob) -> ProcessTree:
+    """All ranks of the job, each on device 0 as if it were alone on its node."""
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={job.num_ranks}",
+        "--no-python",
+    )
+    rank = ("env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", sys.executable, "-u", "-m", "swift_stage2", "train")
+    argv = (sys.executable, "-u", *torchrun, *rank, str(job.config_path))
+    return processes.start("learner", argv, _threads(context))
 
 
 def _threads(context: Context) -> dict[str, str]:
     """Beside a GPU learner and server sum weights on the CPU, each on half of its cores."""
     num_threads = 1 if context.rehearsal else max(1, len(os.sched_getaffinity(0)) // 2)
     return {"OMP_NUM_THREADS": str(num_threads)}
-
-
-def await_end(tree: ProcessTree, end: float, each_moment: Callable[[], object] = lambda: None) -> None:
-    """Until it has ended well.
-
-    Raises:
-        CheckFailed: it has not, or still runs at ``end`` (monotonic seconds). Whoever owns it ends it.
-    """
-    while (status := tree.poll()) is None:
-        each_moment()
-        if time.monotonic() >= end:
-            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not")
-        time.sleep(_POLL_S)
-    if status != 0:
-        cause = last_cause(tree.log_path, tree.log_offset)
-        raise CheckFailed(f"{tree.command.name} ended with status {status}: {cause}")
 
 
 def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:

@@ -7,31 +7,32 @@ stages that are left, so that the whole check ends by its deadline; the report i
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
+import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.gpu_check import wheels
-from swift_stage2.gpu_check.page import page
-from swift_stage2.gpu_check.stage import FigureLog, Stage, Status
-from swift_stage2.gpu_check.stages import STAGES
-from swift_stage2.run_directory.claim.output import claim_directory
+from swift_stage2.gpu_check.report import JSON_FILE, PAGE_FILE, Report
+from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
+from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.terminal.parser import CommandParser
-from swift_stage2.whole_file import write_whole
 
 TOTAL_S = 600.0
-JSON_FILE = "gpu-check.json"
-PAGE_FILE = "gpu-check.md"
 _FAILED = 1
-_GRACE_S = 10.0
-_LEAST_STAGE_S = 5.0
-_MACHINE = "machine"
+_SIGNALLED = 128
+_RESERVE_S = 60.0  # what a stage that has to be killed with all below it may take beyond its own deadline
+_LEAST_STAGE_S = 30.0  # torch and CUDA alone take seconds to start
+_NEEDED = ("psutil", "yaml")
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "QWENVL_BBOX_FORMAT": "new"}
 _CHECKOUT = Path(__file__).parents[2]
 
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check: 0 when all that could run passed, 1 when a stage failed.
 
     Raises:
-        UserError: an option is out of range, there is no GPU, or wheels cannot be used.
-        KeyboardInterrupt: a signal asked for the end; the report has what was found until then.
+        UserError: an option is out of range, there is no GPU, or a package is missing or cannot be installed.
+        SystemExit: signal n ended the check, with 128 + n; the report has what was found until then.
     """
     options = _parse(argv)
     if options.collect is not None:
@@ -49,91 +50,89 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{num_bytes / (1 << 20):.1f} MiB of wheels for Python {options.python} in {options.collect}")
         return 0
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="swift-stage2-gpu-check-") as scratch:
-        environment = _environment(options, Path(scratch))
+    with _scratch_directory() as scratch:
+        environment = _environment(options, scratch)
+        machine, *others = [
+            stage for stage in STAGES if not options.stages or stage.name in ("machine", *options.stages)
+        ]
+        left_s = options.deadline_s - _RESERVE_S - (time.monotonic() - started)
+        record = _run(machine, [machine, *others], left_s, scratch / "logs", scratch, environment, options)
+        if record["status"] == Status.FAILED and not options.rehearse:
+            why = record["why"]
+            raise UserError(f"a GPU check needs a GPU: {why}; run it where there is one, or with --rehearse")
         directory = claim_directory(options.output, keep=options.keep)  # only now: it clears an earlier check
+        shutil.copytree(scratch / "logs", directory / "logs")
         report = Report(directory, rehearsal=options.rehearse, started=started)
-        run_stages(_wanted(options.stages), report, environment, Path(scratch), options.deadline_s)
+        report.add(record, finished=not others)
+        for index, stage in enumerate(others):
+            left_s = options.deadline_s - _RESERVE_S - report.elapsed_s
+            record = _run(stage, others[index:], left_s, directory / "logs", scratch, environment, options)
+            report.add(record, finished=index + 1 == len(others))
     print(f"report: {directory / PAGE_FILE} and {JSON_FILE}")
     return _FAILED if report.num_failed else 0
 
 
-class Report:
-    """Collects the findings so far and writes both files with every stage."""
-
-    def __init__(self, directory: Path, *, rehearsal: bool, started: float) -> None:
-        self.directory = directory
-        self._rehearsal = rehearsal
-        self._started = started
-        self._records: list[dict[str, Any]] = []
-
-    @property
-    def num_failed(self) -> int:
-        """Stages that failed."""
-        return sum(record["status"] == Status.FAILED for record in self._records)
-
-    @property
-    def rehearsal(self) -> bool:
-        """True when nothing here is about a GPU."""
-        return self._rehearsal
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the check began."""
-        return time.monotonic() - self._started
-
-    def add(self, record: dict[str, Any], *, finished: bool) -> None:
-        """One more stage, and whether it was the last."""
-        self._records.append(record)
-        whole = {
-            "rehearsal": self._rehearsal,
-            "finished": finished,
-            "seconds": round(self.elapsed_s, 1),
-            "stages": self._records,
-        }
-        write_whole(self.directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
-        write_whole(self.directory / PAGE_FILE, page(whole))
+def time_for(stage: Stage, left: Sequence[Stage], left_s: float) -> float | None:
+    """Seconds for the first of ``left``: its share of ``left_s`` by weight, or a bare minimum; None without that."""
+    share_s = left_s * stage.weight / sum(each.weight for each in left)
+    return min(left_s, max(_LEAST_STAGE_S, share_s)) if left_s >= _LEAST_STAGE_S else None
 
 
-def run_stages(
-    stages: Sequence[Stage], report: Report, environment: Mapping[str, str], scratch: Path, total_s: float
-) -> None:
-    """One after the other, each for its share of the time that is left.
-
-    Raises:
-        UserError: the first stage finds no device; the others would say it again.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came.
-    """
+def _run(
+    stage: Stage, left: Sequence[Stage], left_s: float, logs: Path, scratch: Path,
+    environment: Mapping[str, str], options: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the record of one stage, which is skipped when its time is over. Raises as ``run_child``."""
     # Needs psutil, which --wheels may have to bring; so not before.
-    from swift_stage2.gpu_check.child_stage import run_child
+    from swift_stage2.gpu_check.stage_process import FIGURES_FILE, run_child
 
-    for index, stage in enumerate(stages):
-        left_s = max(_LEAST_STAGE_S, total_s - report.elapsed_s)
-        share = stage.weight / sum(each.weight for each in stages[index:])
-        print(f"{stage.name} …", flush=True)
-        results = report.directory / "logs" / stage.name
-        results.mkdir(parents=True)
-        began = time.monotonic()
+    print(f"{stage.name} …", flush=True)
+    results = logs / stage.name
+    results.mkdir(parents=True)
+    began = time.monotonic()
+    deadline_s = time_for(stage, left, left_s)
+    if deadline_s is None:
+        status, why = Status.SKIPPED, f"too little of --deadline-s {options.deadline_s:g} is left"
+    else:
         status, why = run_child(
-            stage, results, scratch, environment,
-            deadline_s=left_s * share, rehearsal=report.rehearsal, grace_s=_GRACE_S,
-        )  # fmt: skip
-        record = {
-            "name": stage.name,
-            "proves": stage.proves,
-            "status": status.value,
-            "why": why,
-            "seconds": round(time.monotonic() - began, 1),
-            "figures": FigureLog.read(results / "figures.json"),
-        }
-        report.add(record, finished=index + 1 == len(stages))
-        print(f"{stage.name}: {status.value}{f', {why}' if why else ''}", flush=True)
-        if stage.name == _MACHINE and status is Status.FAILED and not report.rehearsal:
-            raise UserError(f"a GPU check needs a GPU: {why}; run it where there is one, or with --rehearse")
+            stage, results, scratch, environment, deadline_s=deadline_s, rehearsal=options.rehearse
+        )
+    print(f"{stage.name}: {status.value}{f', {why}' if why else ''}", flush=True)
+    return {
+        "name": stage.name,
+        "proves": stage.proves,
+        "status": status.value,
+        "why": why,
+        "seconds": round(time.monotonic() - began, 1),
+        "figures": FigureLog.read(results / FIGURES_FILE),
+    }
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    """A directory that is gone afterwards, even when a signal ends the check, which raises SystemExit."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_SIGNALLED + number)
+
+    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    directory = Path(tempfile.mkdtemp(prefix="swift-stage2-gpu-check-"))
+    try:
+        yield directory
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not end the removal
+        shutil.rmtree(directory, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
-    """Of every stage: the checkout can be imported, and what the machine lacks, from a private directory."""
+    """Of every stage: the checkout can be imported, and what the machine lacks, from a private directory.
+
+    Raises:
+        UserError: wheels cannot be used, or the check itself lacks a package.
+    """
     places = [str(_CHECKOUT)]
     if options.wheels is not None:
         private = scratch / "packages"
@@ -141,13 +140,14 @@ def _environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
         print(f"installed for this check alone: {', '.join(names) or 'nothing, all is there'}", flush=True)
         places.append(str(private))
         sys.path.append(str(private))
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f"gpu-check needs {' and '.join(missing)}, not installed here; bring what is missing with --wheels DIR, "
+            "a folder that --collect DIR makes where a package registry is"
+        )
     places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     threads = {"OMP_NUM_THREADS": "1"} if options.rehearse else {}  # the machine is shared while tests run
     return {**os.environ, **_ENVIRONMENT, **threads, "PYTHONPATH": os.pathsep.join(places)}
-
-
-def _wanted(names: Sequence[str]) -> list[Stage]:
-    return [stage for stage in STAGES if not names or stage.name in (_MACHINE, *names)]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -190,8 +190,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the whole check (default %(default)g)",
     )
     options = parser.parse_args(argv)
-    if not 10 <= options.deadline_s <= 3600:
-        raise UserError(f"--deadline-s must be in the range 10..3600, got deadline_s={options.deadline_s:g}")
+    own = ("collect", "python")
+    alone = [name for name, value in vars(options).items() if (name in own) != (options.collect is not None)
+             and value != parser.get_default(name)]  # fmt: skip
+    if alone:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
+        told = "only --python goes with --collect" if options.collect else "--python goes with --collect only"
+        raise UserError(f"{told}, got {words}; leave it out")
+    least_s = _RESERVE_S + _LEAST_STAGE_S
+    if not least_s <= options.deadline_s <= 3600:
+        raise UserError(
+            f"--deadline-s must be in the range {least_s:g}..3600, got deadline_s={options.deadline_s:g}"
+        )
     if options.wheels is not None and not options.wheels.is_dir():
         raise UserError(f"--wheels must be a folder, got {options.wheels}; make it with --collect")
     return options

@@ -1,4 +1,4 @@
-"""One thing to show on a GPU: its record, what it is given, and the figures that it leaves as they come."""
+"""Every stage in the order in which they run, cheap ones first; what one is given and the figures that it leaves."""
 
 from __future__ import annotations
 
@@ -21,19 +21,51 @@ class Status(StrEnum):
     SKIPPED = "skipped"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
-    """``module`` has ``run(context)``, which raises ``CheckFailed`` or ``CheckSkipped``, or returns when all held."""
+    """One thing to show: ``work(context)`` raises ``CheckFailed`` or ``CheckSkipped``, or returns when all held."""
 
     name: str
-    proves: str
-    module: str
     weight: int
     """Its share of the time that is left, against the weights of the stages after it."""
+    work: str
+    """``module:function``, imported in the stage's own process."""
+    proves: str
     needs: tuple[str, ...] = ()
     """Packages by the names under which they are imported."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Further keyword arguments of ``run``."""
+    """Further keyword arguments of the function."""
+
+
+_HERE = "swift_stage2.gpu_check"
+_SWIFT = ("swift", "datasets", "peft", "fastapi", "uvicorn")
+
+STAGES = (
+    Stage("machine", 2, f"{_HERE}.device:machine",
+          proves="what device and which packages are there"),
+    Stage("arithmetic", 3, f"{_HERE}.device:arithmetic",
+          proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
+    Stage("real-shapes", 6, f"{_HERE}.real_sizes:shapes", needs=("transformers",),
+          proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
+    Stage("isolation", 6, f"{_HERE}.isolation:run", needs=_SWIFT,
+          proves="packed segments do not see each other, and an injected leak is seen"),
+    Stage("streams", 3, f"{_HERE}.streams:run",
+          proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
+    Stage("round-memory", 7, f"{_HERE}.real_sizes:round_memory", needs=("transformers", "peft"),
+          proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
+    Stage("handover", 4, f"{_HERE}.handover:run",
+          proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
+    Stage("learner-lora", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},
+          proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
+    Stage("learner-full", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "full"},
+          proves="full tuning and our server on one device: 12 steps, rounds proven by sums and canary"),
+    Stage("two-ranks", 10, f"{_HERE}.training:two_ranks", needs=_SWIFT,
+          proves="two ranks on one device over gloo: equal plans, proven rounds, a common stop on SIGTERM"),
+    Stage("zero3", 8, f"{_HERE}.training:zero3", needs=(*_SWIFT, "deepspeed"),
+          proves="ZeRO-3 with one rank: shapes under partitioning reach the server proven"),
+    Stage("nccl-rollout", 16, f"{_HERE}.nccl_rollout:run", needs=(*_SWIFT, "vllm"),
+          proves="stock swift rollout over NCCL at TP 1 and 2: three rounds, SIGKILL and SIGSTOP in a push, rejoin"),
+)  # fmt: skip
 
 
 class FigureLog:

@@ -1,7 +1,7 @@
-"""Runs one stage in this process: ``python -m swift_stage2.gpu_check.stage_process NAME …``.
+"""One stage as a process of its own: ``run_child`` starts it under a warden, ``main`` is what runs in it.
 
-Leaves its figures as they come and at last one record, {"status", "why"}. Whoever started it tells a process that
-ended without a record, by a signal for instance.
+It leaves its figures as they come and at last one record, {"status", "why"}. ``run_child`` tells a process that ended
+without a record, by a signal for instance, and ends it by its deadline with everything below it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,68 @@ import importlib
 import importlib.util
 import json
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swift_stage2.errors import CheckSkipped
-from swift_stage2.gpu_check.stage import Context, FigureLog, Stage, Status, one_line
-from swift_stage2.gpu_check.stages import STAGES
+from swift_stage2.gpu_check.stage import STAGES, Context, FigureLog, Stage, Status, one_line
+from swift_stage2.launch.descendants import adopt_orphans
+from swift_stage2.launch.job import Job
+from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.process_tree import Command
+from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.whole_file import write_whole
 
-RECORD_FILE = "record.json"
+PROGRAM = "swift_stage2.gpu_check.stage_process"
 FIGURES_FILE = "figures.json"
+_RECORD_FILE = "record.json"
+_SIGNALLED = 128
+_GRACE_S = 10.0
+
+
+def run_child(
+    stage: Stage,
+    results: Path,
+    scratch: Path,
+    environment: Mapping[str, str],
+    *,
+    deadline_s: float,
+    rehearsal: bool,
+) -> tuple[Status, str]:
+    """Returns the end of the stage, and why in one line unless it passed; its files are in ``results``.
+
+    Raises:
+        SystemExit: signal n came, SIGINT, SIGTERM or SIGHUP; the stage has been ended. Its code is 128 + n.
+    """
+    argv = (
+        sys.executable, "-u", "-m", PROGRAM, stage.name,
+        "--results", str(results), "--scratch", str(scratch), "--deadline-s", str(deadline_s),
+        *(["--rehearse"] if rehearsal else []),
+    )  # fmt: skip
+    adopt_orphans()
+    end = time.monotonic() + deadline_s
+    with StopSignals() as signals, Job(results, signals, lambda line: None, shows_logs=False) as job:
+        tree = job.start(Command(name="stage", argv=argv, environment=environment, grace_s=_GRACE_S))
+        while tree.poll() is None and time.monotonic() < end and signals.received is None:
+            job.step()
+        status = tree.poll()
+    if signals.received is not None:
+        raise SystemExit(_SIGNALLED + signals.received)
+    record = results / _RECORD_FILE
+    if record.exists():
+        told = json.loads(record.read_text(encoding="utf-8"))
+        return Status(told["status"]), str(told["why"])
+    if status is None:
+        return Status.FAILED, f"it did not end within {deadline_s:.0f} s"
+    how = f"signal {status - _SIGNALLED}" if status > _SIGNALLED else f"status {status}"
+    cause = one_line(last_cause(tree.log_path, tree.log_offset))
+    return Status.FAILED, f"its process ended with {how}: {cause}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the stage; 0 whatever it found, since that is in the record."""
+    """Runs the stage in this process; 0 whatever it found, since that is in the record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--results", type=Path, required=True)
@@ -42,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures=FigureLog(options.results / FIGURES_FILE),
     )
     status, why = run_stage(stage, context)
-    write_whole(options.results / RECORD_FILE, json.dumps({"status": status.value, "why": why}))
+    write_whole(options.results / _RECORD_FILE, json.dumps({"status": status.value, "why": why}))
     return 0
 
 
@@ -51,8 +98,9 @@ def run_stage(stage: Stage, context: Context) -> tuple[Status, str]:
     missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Status.SKIPPED, f"needs {', '.join(missing)}, not installed here"
+    module, _, function = stage.work.partition(":")
     try:
-        importlib.import_module(stage.module).run(context, **stage.arguments)
+        getattr(importlib.import_module(module), function)(context, **stage.arguments)
     except CheckSkipped as reason:
         return Status.SKIPPED, one_line(str(reason))
     except Exception as error:  # the top of the process: whatever a stage raises is its result

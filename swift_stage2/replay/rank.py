@@ -25,8 +25,8 @@ from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.replay.verdict import Verdict
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory.claim import resume
-from swift_stage2.run_directory.claim.surroundings import surroundings
+from swift_stage2.run_directory import resume
+from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.telemetry import LiveView, Telemetry
 from swift_stage2.trainer import Stage2Trainer, run_pipeline
 

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory.claim import resume
+from swift_stage2.run_directory import resume
 
 _DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from swift_stage2.errors import StorageFull
-from swift_stage2.run_directory.claim.checkpoint_check import why_not_whole
+from swift_stage2.run_directory.checkpoint_check import why_not_whole
 
 _STATE = "trainer_state.json"  # written last, by rank 0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

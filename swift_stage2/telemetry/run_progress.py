@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from swift_stage2.telemetry.audit import Record, audit_path, record_of
@@ -16,6 +17,7 @@ from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
+_RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
 _NUM_WARNINGS = 3
 
@@ -92,6 +94,7 @@ class RunProgress:
             case "start" if record["rank"] == 0:  # an earlier process's steps are history
                 self.state = replace(self.state, step=record["step"], num_b_run=0, num_b_skipped=0)
                 self._last_step_time = None
+                self._rollouts = deque([(record["time"], 0)])
             case "step":
                 self._take_step(record)
             case "batch":
@@ -155,12 +158,14 @@ class RunProgress:
         return seconds if average is None else average + _SMOOTHING * (seconds - average)
 
     def _rate(self, now: float) -> float | None:
-        """Rollouts per second over the last few seconds, all ranks together."""
-        if not self.state.b_enabled:
+        """Rollouts per second of all ranks, over some seconds or the last few batches, whichever is longer."""
+        if not self.state.b_enabled or not self._rollouts:
             return None
-        while self._rollouts and self._rollouts[0][0] < now - _RATE_WINDOW_S:
-            self._rollouts.popleft()
-        return sum(count for _, count in self._rollouts) / _RATE_WINDOW_S
+        batches = self._rollouts
+        while len(batches) > _RATE_BATCHES + 1 and batches[1][0] < now - _RATE_WINDOW_S:
+            batches.popleft()
+        since = batches[0][0]  # its own rollouts were made before it
+        return sum(count for _, count in islice(batches, 1, None)) / (now - since) if now > since else None
 
 
 def _parse(line: bytes) -> Record | None:

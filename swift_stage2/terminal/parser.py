@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from swift_stage2.config.binding import closest
+from swift_stage2.nearest_word import closest
 
 _FOR_ALL = (
     "2 the user's mistake, told in one line; 130 interrupted; 141 nobody reads what it prints any more."

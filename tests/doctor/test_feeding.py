@@ -32,6 +32,7 @@ FEEDING = Feeding(
     queue_limit=12,
     prefetch_target_packs=4,
     samples_per_pack=5.0,
+    num_rows=1000,
     single_s=1.0,
     batch_s=4.0,
     rollouts_per_s=8.0,
@@ -93,6 +94,7 @@ def test_from_the_shortest_step_on_production_keeps_up_by_rate(
         packs_per_b_step=packs,
         prefetch_target_packs=packs,
         samples_per_pack=per_pack,
+        num_rows=1000,
         single_s=batch_s,
         batch_s=batch_s,
         rollouts_per_s=32 / batch_s,
@@ -144,3 +146,16 @@ def test_samples_per_pack_are_those_of_the_real_packing() -> None:
     assert samples_per_pack([50], 256) == 5.0
     assert samples_per_pack([100, 156], 256) == 2.0
     assert samples_per_pack([200], 256) == 1.0
+
+
+def test_samples_per_pack_are_those_of_a_long_run() -> None:
+    lengths = [40, 60, 70, 90, 110, 120, 130, 140, 150, 170, 190, 210, 240, 300, 380, 500]
+    mean = sum(lengths) / len(lengths)
+    assert samples_per_pack(lengths, 4096) == pytest.approx(4096 / mean, rel=0.05)
+
+
+def test_a_b_step_that_asks_for_more_than_all_rows_says_how_often() -> None:
+    assert "rows" not in check_need(FEEDING).found
+    assert check_need(replace(FEEDING, num_rows=16)).found.endswith(
+        "the data has 16 rows: one B step asks for each 2.5 times"
+    )

@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from swift_stage2.errors import UserError
-from swift_stage2.gpu_check import child_stage, run
-from swift_stage2.gpu_check.stage import FigureLog, Stage, Status
-from swift_stage2.gpu_check.stages import STAGES
+from swift_stage2.errors import CheckFailed, UserError
+from swift_stage2.gpu_check import run, stage_process
+from swift_stage2.gpu_check.processes import StageProcesses
+from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
+from swift_stage2.run_directory.output import claim_directory
 
 ROOT = Path(__file__).parents[2]
 # Each trains for a minute or more; the first three are seconds each and share one check.
@@ -126,23 +128,22 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
         "import sys\n"
         "from swift_stage2.gpu_check import stage_process\n"
         "from swift_stage2.gpu_check.stage import Stage\n"
-        f"stage = Stage(name='bad', proves='', module='bad_stage', weight=1, arguments={{'how': {how!r}}})\n"
+        f"stage = Stage(name='bad', proves='', work='bad_stage:run', weight=1, arguments={{'how': {how!r}}})\n"
         "stage_process.STAGES = (stage,)\n"
         "sys.exit(stage_process.main(sys.argv[1:]))\n"
     )
     (tmp_path / "bad_process.py").write_text(starter)
-    monkeypatch.setattr(child_stage, "PROGRAM", "bad_process")
+    monkeypatch.setattr(stage_process, "PROGRAM", "bad_process")
     results = tmp_path / "results"
     results.mkdir()
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    return child_stage.run_child(
-        Stage(name="bad", proves="", module="", weight=1),
+    return stage_process.run_child(
+        Stage(name="bad", proves="", work="", weight=1),
         results,
         tmp_path,
         os.environ | {"PYTHONPATH": path},
         deadline_s=deadline_s,
         rehearsal=True,
-        grace_s=2.0,
     )
 
 
@@ -173,13 +174,99 @@ def test_a_stage_that_gets_no_memory_is_told_in_one_line(
     assert "\n" not in why
 
 
+# --- time and signals -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total_s", [90.0, 300.0, 600.0])
+@pytest.mark.parametrize("overrun_s", [0.0, 55.0])
+def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
+    total_s: float, overrun_s: float
+) -> None:
+    elapsed_s = 0.0
+    given = []
+    for index, stage in enumerate(STAGES):
+        deadline_s = run.time_for(stage, STAGES[index:], total_s - 60.0 - elapsed_s)
+        given.append(deadline_s)
+        elapsed_s += 0.0 if deadline_s is None else deadline_s + overrun_s
+    assert elapsed_s <= total_s
+    assert given[0] is not None
+    assert all(each is None or each >= 30.0 for each in given)
+
+
+def test_a_stage_that_has_no_time_left_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "time_for", lambda *_: None)
+    assert run.main(["--rehearse", "--stages", "machine", "--output", str(tmp_path / "check")]) == 0
+    report = json.loads((tmp_path / "check" / run.JSON_FILE).read_text())
+    assert _end(report, "machine") == ("skipped", "too little of --deadline-s 600 is left")
+
+
+def _program(patch: str, options: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command after ``patch`` in a process of its own."""
+    code = (
+        f"import os, signal, sys\n{patch}\n"
+        "from swift_stage2 import cli\nsys.exit(cli.main(['gpu-check', *sys.argv[1:]]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *options],
+        capture_output=True, text=True, timeout=300, env=os.environ | environment, check=False,
+    )  # fmt: skip
+
+
+def test_a_signal_between_stages_leaves_the_page_and_nothing_else(tmp_path: Path) -> None:
+    patch = """
+from swift_stage2.gpu_check import run
+add = run.Report.add
+def add_and_signal(self, record, *, finished):
+    add(self, record, finished=finished)
+    os.kill(os.getpid(), signal.SIGTERM)
+run.Report.add = add_and_signal
+"""
+    (tmp_path / "scratch").mkdir()
+    words = ["--rehearse", "--stages", "arithmetic", "--output", str(tmp_path / "check")]
+    done = _program(patch, words, TMPDIR=str(tmp_path / "scratch"))
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert not list((tmp_path / "scratch").glob("swift-stage2-*"))
+    assert "| machine | passed |" in (tmp_path / "check" / run.PAGE_FILE).read_text()
+    assert "The check was interrupted" in (tmp_path / "check" / run.PAGE_FILE).read_text()
+
+
+def test_a_signal_ends_the_wait_for_a_learner_and_the_learner(tmp_path: Path) -> None:
+    child = "import signal; signal.pause()"
+    asked: list[None] = []
+
+    def signal_once() -> None:
+        if not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    with StageProcesses(tmp_path) as processes:
+        tree = processes.start("learner", (sys.executable, "-c", child), {})
+        with pytest.raises(KeyboardInterrupt):
+            processes.await_end(tree, time.monotonic() + 60.0, signal_once)
+    assert tree.poll() is not None
+
+
+def test_a_learner_that_is_late_or_ends_badly_fails_the_stage(tmp_path: Path) -> None:
+    with StageProcesses(tmp_path) as processes:
+        late = processes.start("late", (sys.executable, "-c", "import signal; signal.pause()"), {})
+        with pytest.raises(CheckFailed, match="late must end within the stage's time"):
+            processes.await_end(late, time.monotonic())
+        bad = processes.start("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), {})
+        with pytest.raises(CheckFailed, match="bad ended with status 1: no luck"):
+            processes.await_end(bad, time.monotonic() + 60.0)
+
+
 # --- the user's mistakes --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--deadline-s", "1"], "--deadline-s must be in the range 10..3600, got deadline_s=1"),
+        (["--deadline-s", "1"], "--deadline-s must be in the range 90..3600, got deadline_s=1"),
+        (
+            ["--collect", "w", "--rehearse", "--deadline-s", "90"],
+            "only --python goes with --collect, got --rehearse, --deadline-s; leave it out",
+        ),
+        (["--python", "3.11"], "--python goes with --collect only, got --python; leave it out"),
         (["--wheels", "nowhere"], "--wheels must be a folder, got nowhere"),
     ],
 )
@@ -188,7 +275,10 @@ def test_a_wrong_option_is_the_users_mistake(options: list[str], told: str) -> N
         run.main(options)
 
 
-def test_a_machine_without_a_gpu_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_told_in_one_line_and_an_earlier_page_stays(tmp_path: Path) -> None:
+    earlier = tmp_path / "check" / run.PAGE_FILE
+    claim_directory(earlier.parent, keep=False)
+    earlier.write_text("of yesterday")
     done = subprocess.run(
         [sys.executable, "-m", "swift_stage2", "gpu-check", "--output", tmp_path / "check"],
         capture_output=True,
@@ -200,3 +290,14 @@ def test_a_machine_without_a_gpu_is_told_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("swift-stage2 gpu-check: error: a GPU check needs a GPU: ")
     assert done.stderr.count("\n") == 1
+    assert earlier.read_text() == "of yesterday"
+
+
+@pytest.mark.parametrize("package", ["psutil", "yaml"])
+def test_a_machine_without_a_package_of_the_check_is_told_the_remedy(package: str, tmp_path: Path) -> None:
+    done = _program(f"sys.modules[{package!r}] = None", ["--rehearse", "--output", str(tmp_path / "check")])
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"swift-stage2 gpu-check: error: gpu-check needs {package}, not installed here; bring what is missing with "
+        "--wheels DIR, a folder that --collect DIR makes where a package registry is\n"
+    )

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from small_disk import SmallDisk
-from swift_stage2.run_directory.claim.checkpoint_check import why_not_whole
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_config
+
+from swift_stage2.run_directory.checkpoint_check import why_not_whole
 
 pytestmark = pytest.mark.timeout(600)
 

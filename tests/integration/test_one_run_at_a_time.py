@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from swift_stage2.run_directory.claim.checkpoint_check import checkpoint_step, why_not_whole
 from torchrun_job import ENVIRONMENT, free_port, run_learner, write_config
+
+from swift_stage2.run_directory.checkpoint_check import checkpoint_step, why_not_whole
 
 pytestmark = pytest.mark.timeout(900)
 _DEADLINE_S = 300.0

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from swift_stage2.run_directory.claim.output import claim_directory
 
 from swift_stage2.errors import UserError
+from swift_stage2.run_directory.output import claim_directory
 
 
 def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory.claim import resume
+from swift_stage2.run_directory import resume
 
 STATE = {"learner": {"version": 7, "source": {"outstanding": [[0, 3, 9, 1]]}}, "telemetry": {}}
 

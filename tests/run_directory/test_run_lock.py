@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swift_stage2.run_directory.claim.lock import hold_run_directory
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory import lock as run_lock
+from swift_stage2.run_directory.lock import hold_run_directory
 
 _DEADLINE_S = 60.0
 _TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -25,7 +25,7 @@ _HOLD = """
 import os, subprocess, sys
 from pathlib import Path
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.claim.lock import hold_run_directory
+from swift_stage2.run_directory.lock import hold_run_directory
 try:
     with hold_run_directory(Path(sys.argv[1]), sys.argv[2], os.environ):
         if len(sys.argv) > 3:
@@ -39,7 +39,7 @@ except UserError as error:
 _FORK = """
 import os, signal, sys
 from pathlib import Path
-from swift_stage2.run_directory.claim.lock import hold_run_directory
+from swift_stage2.run_directory.lock import hold_run_directory
 with hold_run_directory(Path(sys.argv[1]), "rank 0", {}):
     if not (first := os.fork()):
         os._exit(0)

@@ -51,6 +51,10 @@ def test_the_plain_line() -> None:
     )
 
 
+def test_a_slow_rate_does_not_read_as_none() -> None:
+    assert "rollouts 0.042/s" in plain_line(replace(STATE, rollouts_per_s=0.0417))
+
+
 def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
     assert plain_line(LiveState(total_steps=400)) == (
         "step 0/400 | eta - | channel A | B 0 run, 0 skipped | queue - | version 0 | rollouts - | round none yet"

@@ -1,7 +1,10 @@
-"""Stage *arithmetic*: the two looks at a tensor that a proof rests on, on the GPU against the CPU."""
+"""Stages *machine* and *arithmetic*: what device every figure belongs to, and that it computes what the CPU does."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +14,7 @@ from swift_stage2.gpu_check.measuring import timed
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.weights.checksum import all_finite, checksum_tensor
 
+_PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
 _ODD_SIZES = (0, 1, 2, 3, 5, 1023, 1025, 4095, 4097, 4_194_305)
 _REAL_SHAPES = ((2048,), (3420, 1280), (11_008, 2048), (151_936, 2048))
@@ -20,7 +24,38 @@ _REPEATS = 5
 _GIB = 1 << 30
 
 
-def run(context: Context) -> None:
+def machine(context: Context) -> None:
+    """Notes device, memory, cores and versions.
+
+    Raises:
+        CheckFailed: there is no device, or it computes nothing.
+    """
+    note = context.figures.note
+    note("python", platform.python_version())
+    note("torch", torch.__version__)
+    for package in _PACKAGES:
+        try:
+            note(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            note(package, "none")
+    note("num_cores", len(os.sched_getaffinity(0)))
+    if context.rehearsal:
+        note("device", f"CPU, {platform.machine()}")
+    elif torch.cuda.is_available():
+        note("device", torch.cuda.get_device_name(0))
+        note("num_devices", torch.cuda.device_count())
+        free, total = torch.cuda.mem_get_info(0)
+        note("cuda", str(torch.version.cuda))
+        note("free_gib", free / _GIB)
+        note("total_gib", total / _GIB)
+    else:
+        raise CheckFailed("torch finds no CUDA device")
+    ones = torch.ones(64, 64, device=context.device)
+    if float((ones @ ones).sum()) != 64.0**3:
+        raise CheckFailed("a product of matrices of ones is wrong on the device")
+
+
+def arithmetic(context: Context) -> None:
     """Raises ``CheckFailed`` at the first tensor whose answers differ."""
     device, note = context.device, context.figures.note
     shapes = _REHEARSED_SHAPES if context.rehearsal else _REAL_SHAPES

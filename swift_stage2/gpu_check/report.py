@@ -1,9 +1,50 @@
-"""The report of a check as one page of Markdown: pure, nothing is read or asked here."""
+"""What a check found so far, as ``gpu-check.json`` and ``gpu-check.md``."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from swift_stage2.gpu_check.stage import Status
+from swift_stage2.whole_file import write_whole
+
+JSON_FILE = "gpu-check.json"
+PAGE_FILE = "gpu-check.md"
+
+
+class Report:
+    """Collects the findings so far and writes both files with every stage."""
+
+    def __init__(self, directory: Path, *, rehearsal: bool, started: float) -> None:
+        self.directory = directory
+        self._rehearsal = rehearsal
+        self._started = started
+        self._records: list[dict[str, Any]] = []
+
+    @property
+    def num_failed(self) -> int:
+        """Stages that failed."""
+        return sum(record["status"] == Status.FAILED for record in self._records)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the check began."""
+        return time.monotonic() - self._started
+
+    def add(self, record: dict[str, Any], *, finished: bool) -> None:
+        """One more stage, and whether it was the last."""
+        self._records.append(record)
+        whole = {
+            "rehearsal": self._rehearsal,
+            "finished": finished,
+            "seconds": round(self.elapsed_s, 1),
+            "stages": self._records,
+        }
+        write_whole(self.directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
+        write_whole(self.directory / PAGE_FILE, page(whole))
 
 
 def page(report: Mapping[str, Any]) -> str:
