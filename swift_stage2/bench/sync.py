@@ -65,8 +65,8 @@ class TimedTransport:
     def is_lost(self) -> bool:
         return self._inner.is_lost()
 
-    def close(self) -> None:
-        self._inner.close()
+    def close(self, deadline: Deadline) -> None:
+        self._inner.close(deadline)
 
 
 class TextCanary:

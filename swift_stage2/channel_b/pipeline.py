@@ -20,7 +20,7 @@ from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
-from swift_stage2.channel_b.prompt_mismatch import misreading_servers
+from swift_stage2.channel_b.prompt_mismatch import MismatchTally, misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
@@ -51,9 +51,8 @@ _WORDS = {
 }
 
 
-_MOST_MISREAD = (
-    64  # asked once more with one that was not, so that a server which misreads all is told by few
-)
+# Asked once more with one that was not, so that a server which misreads all is told by few.
+_MOST_MISREAD = 64
 
 
 class QuarantineReason:
@@ -145,6 +144,7 @@ class Pipeline:
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
+        self._mismatches = MismatchTally()
         self._view: StepView | None = None
         self._last_version_asked = -1
         self._meter = ProductionMeter()
@@ -317,25 +317,25 @@ class Pipeline:
             return
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
         found = list(self._preprocessor.prepare(rollouts))
-        agreed = {
-            rollout.server
-            for rollout, each in zip(rollouts, found, strict=True)
-            if isinstance(each, Prepared)
-        }
+        pairs = list(zip(rollouts, found, strict=True))
+        agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared)}
         at_fault = misreading_servers(rollouts, found, self._client.note_agreement(agreed))
         at_fault |= dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
         self._misread -= {rollout.sample.key for rollout in rollouts}
         self._misread |= {rollout.sample.key for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
             self._client.distrust(server, reason)
-        for rollout, prepared in zip(rollouts, found, strict=True):
+        for rollout, prepared in pairs:
             if rollout.server in at_fault:
                 self._give_up_answer(rollout, prepared)
                 continue
             self._guard.observe(rollout.truncated)
             if not isinstance(prepared, Prepared):
-                is_misread = isinstance(prepared, PromptMismatch)
-                reason = QuarantineReason.PROMPT if is_misread else QuarantineReason.SAMPLE
+                reason = QuarantineReason.SAMPLE
+                if isinstance(prepared, PromptMismatch):
+                    reason = QuarantineReason.PROMPT
+                    if warning := self._mismatches.note(rollout.server, prepared):
+                        logger.warning(warning)
                 self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)

@@ -2,7 +2,8 @@
 
 Decides who is still there, a caller that closes its connection is forgotten, and refuses what may not reach a server
 that opens what it is told to: 413 too large, 422 no JSON, 500 naming the requests at fault. Other statuses of its own:
-502 the server behind is lost, 504 it did not answer in time, 408 a body that did not arrive in time.
+502 the server behind is lost, 504 it did not answer in time, 408 a body that did not arrive in time, 429 no room for
+it now.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -24,11 +26,12 @@ from swift_stage2.rollout_merger.upstream import Reply
 from swift_stage2.servers import protocol
 from swift_stage2.servers.conversation_check import check_conversations
 from swift_stage2.servers.listener import bearer_check
-from swift_stage2.servers.request_body import parse_json, read_body
+from swift_stage2.servers.request_body import BodyRoom, parse_json
 from swift_stage2.servers.request_limits import RequestLimits
 
 _UPLOAD_TIMEOUT_S = 60.0
 _DECODING_THREADS = 2
+_HELD_IN_BODIES = 4  # bodies of the largest size that are not answered yet
 _LOOK_S = 60.0  # how often a wait is taken up again; it ends with the call or with its caller
 
 GET_PATHS = (protocol.WORLD_SIZE, protocol.STATE_KEYS)
@@ -66,6 +69,12 @@ def create_app(
     app.include_router(router)
     for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
         app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
+    app.add_exception_handler(ProtocolError, _answer_with(422))
+    app.add_exception_handler(RequestTooLarge, _answer_with(413))
+    app.exception_handler(RequestsAtFault)(_name_requests)
+    app.add_exception_handler(UpstreamLost, _answer_with(502))
+    app.add_exception_handler(UpstreamTimeout, _answer_with(504))
+    app.add_exception_handler(ClientDisconnect, _nobody_reads)
     return app
 
 
@@ -85,6 +94,8 @@ class _Routes:
         self._dispatcher = dispatcher
         self._upload_timeout_s = upload_timeout_s
         self._uploads: set[asyncio.Future[None]] = set()
+        # Apart: the calls that settle and end a round must not wait for rollouts.
+        self._room, self._control_room = (BodyRoom(_HELD_IN_BODIES * limits.body_bytes) for _ in range(2))
 
     async def health(self) -> JSONResponse:
         body = self._dispatcher.health()
@@ -93,52 +104,35 @@ class _Routes:
     async def infer(self, request: Request) -> Response:
         arrival = asyncio.get_running_loop().create_future()
         self._uploads.add(arrival)
-        try:
-            raw = await self._body(request)
-            call = await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, raw)
-            item = (
-                self._dispatcher.control("POST", protocol.INFER, call)
-                if isinstance(call, bytes)
-                else self._dispatcher.infer(call)
-            )
-        except TimeoutError:
-            return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
-        except RequestTooLarge as error:
-            return _refusal(413, str(error))
-        except ProtocolError as error:
-            return _refusal(422, str(error))
-        except RequestsAtFault as error:
-            return JSONResponse(protocol.failed_requests(error.causes, error.num_requests), 500)
-        except UpstreamLost as error:
-            return _refusal(502, str(error))
-        except ClientDisconnect:
-            return Response(status_code=408)  # nobody reads it
-        finally:
-            self._uploads.discard(arrival)
-            arrival.set_result(None)
-        return await self._answer(item, request)
+        async with contextlib.AsyncExitStack() as room:  # until it is answered: what is queued is as large
+            try:
+                call = await asyncio.get_running_loop().run_in_executor(
+                    self._decoders,
+                    self._read,
+                    await room.enter_async_context(self._body(request, self._room)),
+                )
+                item = (
+                    self._dispatcher.control("POST", protocol.INFER, call)
+                    if isinstance(call, bytes)
+                    else self._dispatcher.infer(call)
+                )
+            finally:
+                self._uploads.discard(arrival)
+                arrival.set_result(None)
+            return await self._answer(item, request)
 
     async def control(self, request: Request) -> Response:
         # What began to arrive before this call is queued before it: its caller may have given up meanwhile,
         # and counts on this call to come back only when nothing of it can start any more.
         earlier = tuple(self._uploads)
-        try:
-            raw = await self._body(request)
+        async with self._body(request, self._control_room) as raw:
             if earlier:
                 await asyncio.wait(earlier, timeout=self._upload_timeout_s)
             item = self._dispatcher.control(request.method, request.url.path, raw)
-        except TimeoutError:
-            return _refusal(408, f"a body must arrive within {self._upload_timeout_s:g} s")
-        except RequestTooLarge as error:
-            return _refusal(413, str(error))
-        except UpstreamLost as error:
-            return _refusal(502, str(error))
-        except ClientDisconnect:
-            return Response(status_code=408)  # nobody reads it
-        return await self._answer(item, request)
+            return await self._answer(item, request)
 
-    async def _body(self, request: Request) -> bytes:
-        return await asyncio.wait_for(read_body(request, self._limits.body_bytes), self._upload_timeout_s)
+    def _body(self, request: Request, room: BodyRoom) -> AbstractAsyncContextManager[bytes]:
+        return room.body(request, self._limits.body_bytes, self._upload_timeout_s)
 
     def _read(self, raw: bytes) -> InferBody | bytes:
         """A part, or the body of a call that goes alone. In a thread: it may take seconds.
@@ -171,10 +165,6 @@ class _Routes:
                 self._dispatcher.forget(item)
                 return Response(status_code=408)  # nobody reads it
             reply = item.future.result(timeout=0)
-        except UpstreamLost as error:
-            return _refusal(502, str(error))
-        except UpstreamTimeout as error:
-            return _refusal(504, str(error))
         finally:
             gone.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -196,5 +186,13 @@ def _retrieve(future: asyncio.Future[Reply]) -> None:
         future.exception()
 
 
-def _refusal(status: int, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status)
+def _answer_with(status: int) -> Callable[[Request, Exception], JSONResponse]:
+    return lambda _, error: JSONResponse({"detail": str(error)}, status)
+
+
+def _name_requests(_: Request, error: RequestsAtFault) -> JSONResponse:
+    return JSONResponse(protocol.failed_requests(error.causes, error.num_requests), 500)
+
+
+def _nobody_reads(_: Request, error: Exception) -> Response:
+    return Response(status_code=408)

@@ -30,7 +30,9 @@ async def while_attended(
     if await request.is_disconnected():  # while its body was read, or while it waited
         raise EngineUnavailable("the caller has gone; nothing is begun")
     given_up = threading.Event()
-    work: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, call, given_up)
+    waiting = [call]  # taken out when its turn comes, or when nobody waits for it: it may hold a body
+    job = pool.submit(lambda: waiting.pop()(given_up))
+    work: asyncio.Future[Any] = asyncio.wrap_future(job)
     work.add_done_callback(retrieve)
     gone: asyncio.Future[Any] = asyncio.create_task(_disconnected(request))
     try:
@@ -41,7 +43,9 @@ async def while_attended(
         return result
     finally:
         given_up.set()
-        work.cancel()  # takes it back unless it has begun
+        if job.cancel():  # it has not begun; the pool forgets it at its turn only
+            waiting.clear()
+        work.cancel()
         gone.cancel()
 
 

@@ -53,6 +53,9 @@ class SuspectProbe:
         self._answering: frozenset[str] = frozenset()
         self._lost: frozenset[int] = frozenset()
         self._asking = threading.Lock()
+        self._is_paused = False
+        self._num_cut = 0  # looks that a round did not wait for
+        self._session: ServerSession | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="suspect-probe", daemon=True)
 
@@ -85,14 +88,25 @@ class SuspectProbe:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keeps the probe from asking while a round runs; forgets what it heard before the round."""
+        """Keeps the probe from asking while a round runs; forgets what it heard before the round.
+
+        A question that does not end within a few seconds is cut, and an answer to it is not heard.
+        """
+        with self._changed:
+            self._is_paused = True
         acquired = self._asking.acquire(timeout=_LOCK_TIMEOUT_S)
+        if not acquired:
+            with self._changed:
+                self._num_cut += 1
+                if self._session is not None:
+                    self._session.end()
         try:
             yield
         finally:
             with self._changed:
                 self._answering = frozenset()
                 self._lost = frozenset()
+                self._is_paused = False
             if acquired:
                 self._asking.release()
 
@@ -118,37 +132,46 @@ class SuspectProbe:
                 except Exception as error:  # top of the thread: no other suspect is left out for it
                     self._failures.note(self._thread.name, error)
 
-    def _ask(self, url: str) -> None:
+    @contextmanager
+    def _turn(self) -> Iterator[int | None]:
+        """None while a round runs; else what ``_num_cut`` must still be when something is heard."""
         if not self._asking.acquire(blocking=False):
-            return
-        try:  # what was heard is noted before a round may begin, because the round forgets it
-            if self._answers(url):
-                self._note(url)
-        finally:
-            self._asking.release()
-
-    def _look_for_lost(self) -> None:
-        if not self._asking.acquire(blocking=False):
+            yield None
             return
         try:
-            found = frozenset(self._find_lost())
             with self._changed:
-                news = found - self._lost
-                self._lost = self._lost | found
-            for server in sorted(news):
-                self._on_lost(server)
+                turn = None if self._is_paused else self._num_cut
+            yield turn
         finally:
             self._asking.release()
 
-    def _note(self, url: str) -> None:
-        with self._changed:
-            if url in self._watched:
-                self._answering = self._answering | {url}
+    def _ask(self, url: str) -> None:
+        with self._turn() as turn:
+            if turn is None or not self._answers(url, turn):
+                return
+            with self._changed:  # before a round may begin, because the round forgets it
+                if url in self._watched and turn == self._num_cut:
+                    self._answering = self._answering | {url}
 
-    def _answers(self, url: str) -> bool:
+    def _look_for_lost(self) -> None:
+        with self._turn() as turn:
+            if turn is None:
+                return
+            found = frozenset(self._find_lost())
+            with self._changed:
+                news = found - self._lost if turn == self._num_cut else frozenset()
+                self._lost = self._lost | news
+            for server in sorted(news):
+                self._on_lost(server)
+
+    def _answers(self, url: str, turn: int) -> bool:
         deadline = Deadline(_DEADLINE_S)
         try:
             with ServerSession(url, self._api_key, must_be_ours=url in self._ours) as session:
+                with self._changed:
+                    if turn != self._num_cut:
+                        return False
+                    self._session = session
                 info = session.info(deadline)
                 if info.stock:
                     require_workers(session, deadline)

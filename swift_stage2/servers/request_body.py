@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,67 +25,63 @@ _LONG_INTEGER = re.compile(rb"\d{19}")
 _LARGEST_INTEGER = 2**63 - 1
 
 
-async def read_body(
-    request: Request, max_bytes: int, has_room: Callable[[int], bool] = lambda num_bytes: True
-) -> bytes:
-    """The whole body. ``has_room`` takes room for so many more bytes, or says that there is none.
-
-    What follows a refusal is read and forgotten, so that the caller hears of it.
-
-    Raises:
-        RequestTooLarge: more than ``max_bytes``.
-        HTTPException: 503, there was no room.
-        ClientDisconnect: the caller has gone.
-    """
-    held, num_bytes, fits = bytearray(), 0, True
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if fits := fits and num_bytes <= max_bytes and has_room(len(chunk)):
-            held += chunk
-        elif num_bytes > _DRAINED_IN_LIMITS * max_bytes:
-            break
-        else:
-            held.clear()
-    if num_bytes > max_bytes:
-        raise RequestTooLarge(
-            f"a body may have {max_bytes:,} bytes, got {num_bytes:,} or more; send fewer requests at once, or start "
-            "the server with a higher --max-body-mib"
-        )
-    if not fits:
-        raise HTTPException(
-            503, "the bodies of other calls fill the room that the server has for them; ask again later"
-        )
-    return bytes(held)
-
-
 class BodyRoom:
-    """How many bytes of bodies are held at once, from their arrival until they are decoded. Of the event loop alone."""
+    """How many bytes of bodies are held at once, until their contexts end. Of the event loop alone."""
 
     def __init__(self, max_bytes: int) -> None:
         self._free_bytes = max_bytes
 
     @asynccontextmanager
     async def body(self, request: Request, max_bytes: int, timeout_s: float) -> AsyncIterator[bytes]:
-        """As ``read_body``, or 408 after ``timeout_s``; the room is free again at the end of the context."""
-        num_taken = 0
+        """The whole body; its room is free again at the end of the context.
 
-        def take(num_bytes: int) -> bool:
-            nonlocal num_taken
-            has_room = num_bytes <= self._free_bytes
-            num_given = num_bytes if has_room else -num_taken  # what is refused is held no longer
-            self._free_bytes -= num_given
-            num_taken += num_given
-            return has_room
+        What follows a refusal is read and forgotten, so that the caller hears of it; it takes no room.
 
+        Raises:
+            RequestTooLarge: more than ``max_bytes``.
+            HTTPException: 429, other bodies fill the room, which says nothing of this one; 408, it did not arrive
+                within ``timeout_s``.
+            ClientDisconnect: the caller has gone.
+        """
+        held, num_bytes, num_taken, fits = bytearray(), 0, 0, True
         try:
             try:
                 async with asyncio.timeout(timeout_s):
-                    raw = await read_body(request, max_bytes, take)
+                    async for chunk in request.stream():
+                        num_bytes += len(chunk)
+                        if fits := fits and num_bytes <= max_bytes and len(chunk) <= self._free_bytes:
+                            self._free_bytes -= len(chunk)
+                            num_taken += len(chunk)
+                            held += chunk
+                        elif num_bytes > _DRAINED_IN_LIMITS * max_bytes:
+                            break
+                        else:
+                            self._free_bytes += num_taken
+                            num_taken = 0
+                            held.clear()
             except TimeoutError as error:
                 raise HTTPException(408, f"a body must arrive within {timeout_s:g} s") from error
-            yield raw
+            if num_bytes > max_bytes:
+                raise RequestTooLarge(
+                    f"a body may have {max_bytes:,} bytes, got {num_bytes:,} or more; send fewer requests at once, or "
+                    "start the server with a higher --max-body-mib"
+                )
+            if not fits:
+                raise HTTPException(
+                    429,
+                    "the bodies of other calls fill the room for them; ask again later",
+                    {"Retry-After": "1"},
+                )
+            yield _moved(held)
         finally:
             self._free_bytes += num_taken
+
+
+def _moved(held: bytearray) -> bytes:
+    """The content, which nothing here holds any more."""
+    raw = bytes(held)
+    held.clear()
+    return raw
 
 
 def parse_json(raw: bytes) -> Any:

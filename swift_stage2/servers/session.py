@@ -108,6 +108,10 @@ class ServerSession:
             headers={protocol.ROUND_HEADER: round_id} if round_id else {},
         )
 
+    def end(self) -> None:
+        """Ends the call in progress and refuses later ones; may come from any thread."""
+        self._caller.end()
+
     def close(self) -> None:
         """Closes the connection. May be called again."""
         self._caller.close()

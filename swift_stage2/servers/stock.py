@@ -26,13 +26,20 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
     return size
 
 
-def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...]:
+def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...] | None:
     """Names of the parameters that the first engine's workers hold; none where they failed, which ms-swift swallows.
+
+    None of an older ms-swift, which has no such route.
 
     Raises:
         ServerFault: no answer, or not such a one.
     """
-    reply = session.get(protocol.STATE_KEYS, deadline)
+    try:
+        reply = session.get(protocol.STATE_KEYS, deadline)
+    except ServerFault as fault:
+        if fault.status in _KNOWS_NO_SUCH_CALL:
+            return None
+        raise
     keys = reply.get("keys") if isinstance(reply, dict) else None
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ServerFault(
@@ -43,7 +50,7 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
 
 
 def require_workers(session: ServerSession, deadline: Deadline) -> None:
-    """Whether every engine of a stock server, and the first one's workers, run what they are asked.
+    """Whether every engine of a stock server, and the first one's workers if they can be asked, do as they are asked.
 
     Most other calls are answered from the server's arguments, whatever became of its engines.
 
@@ -55,7 +62,7 @@ def require_workers(session: ServerSession, deadline: Deadline) -> None:
         succeeded = protocol.parse_cache_reset(reply)
     except ProtocolError as error:
         raise ServerFault(f"{session.base_url}{protocol.RESET_PREFIX_CACHE}: {error}") from error
-    if not succeeded or not ask_state_keys(session, deadline):
+    if not succeeded or ask_state_keys(session, deadline) == ():
         raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
 
 

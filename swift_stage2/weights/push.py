@@ -151,6 +151,14 @@ class ServerPush(threading.Thread):
             if is_foreign(fault):  # it does not tell; the canary still shows what it took
                 return
             raise
+        if keys is None:
+            logger.warning(
+                "%s%s: no such route, as in an older ms-swift, so that its canary alone shows which model it holds; "
+                "serve with the learner's version of ms-swift",
+                session.base_url,
+                protocol.STATE_KEYS,
+            )
+            return
         names = differing_names((spec.name for spec in self._order.manifest), keys)
         if keys and names:
             logger.warning(
@@ -209,7 +217,7 @@ class ServerPush(threading.Thread):
     def _drop_transport(self) -> None:
         transport = self._transports.pop(self.server, None)
         if transport is not None:
-            close_quietly(transport)
+            close_quietly(transport, self._order.deadline)
 
     def _make_report(self, error: str | None) -> ServerReport:
         return ServerReport(
@@ -222,10 +230,10 @@ class ServerPush(threading.Thread):
         )
 
 
-def close_quietly(transport: WeightTransport) -> None:
+def close_quietly(transport: WeightTransport, deadline: Deadline) -> None:
     """Closes a transport whose peer may be gone."""
     try:
-        transport.close()
+        transport.close(deadline)
     except (ServerFault, RuntimeError):
         return  # there is nothing left to close
 

@@ -38,6 +38,7 @@ _SHARE_FOR_CALLS = 0.8
 # Of the calls' time: for so long one server may keep others without a bucket, and the learner's own reading
 # may take no more of a round that ran out of time.
 _SHARE_FOR_ONE = 0.5
+_CLOSE_TIMEOUT_S = 1.0
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
 # Over the round's time: only what the deadline on the main thread cannot end lasts so long.
 _WATCH_MARGIN_S = 10.0
@@ -117,7 +118,7 @@ class WeightSync:
     def close(self) -> None:
         """Closes what the transports still hold."""
         for transport in self._transports.values():
-            close_quietly(transport)
+            close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
         self._transports.clear()
 
     # Rank 0 tells the others what comes next: {"gather": index of a bucket} any number of times, if no rank

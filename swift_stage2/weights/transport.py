@@ -30,6 +30,7 @@ _IS_LOST_TIMEOUT_S = 1.0
 _DIAGNOSIS_TIMEOUT_S = 2.0
 # For a group to form, whatever the round's time: packets that a firewall drops are no refusal, and training waits.
 _JOIN_TIMEOUT_S = 60.0
+_SHARE_FOR_JOINING = 0.9  # of the time left; the rest is for finding out why a group did not form
 _ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
 
 
@@ -56,7 +57,7 @@ class WeightTransport(Protocol):
         """Whether what is kept between rounds has lost the server; within a second or so, for any thread."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, deadline: Deadline) -> None: ...
 
 
 class StreamTransport:
@@ -90,7 +91,7 @@ class StreamTransport:
     def is_lost(self) -> bool:
         return False  # nothing is kept between rounds
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -135,7 +136,7 @@ class StockTransport:
         session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
         body = {"host": endpoint.group_bind or session.host, "port": port, "world_size": world_size}
         session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
+        join_s = min(_JOIN_TIMEOUT_S, _SHARE_FOR_JOINING * deadline.remaining_s())
 
         def join() -> Any:
             group = StatelessProcessGroup.create(
@@ -151,7 +152,7 @@ class StockTransport:
             joining = BackgroundCall(join, "joining the weight group")
             self._communicator = joining.result_within(join_s)
         except (RuntimeError, OSError) as error:
-            raise _not_formed(session, host, port, error, _remedy_for_group(host, port)) from error
+            raise _not_formed(session, host, port, error, _remedy_for_group(host, port, deadline)) from error
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._communicator is None:
@@ -191,13 +192,15 @@ class StockTransport:
             return True
         return False
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         self._communicator = None
         self._question = None
         if self._joined is not None:
             base_url, self._joined = self._joined, None
             with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
-                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(_CLOSE_TIMEOUT_S))
+                session.post(
+                    protocol.CLOSE_COMMUNICATOR, {}, Deadline(min(_CLOSE_TIMEOUT_S, deadline.remaining_s()))
+                )
 
     def _connect(self, group: Any, timeout_s: float) -> Any:
         if self._device.type == "cpu":
@@ -236,9 +239,9 @@ class StockTransport:
             raise ServerFault("the server did not take the weights by the deadline")
 
 
-def _remedy_for_group(host: str, port: int) -> str:
+def _remedy_for_group(host: str, port: int, deadline: Deadline) -> str:
     """vLLM's store and what it carries raise without saying what failed; a connection of our own does say it."""
-    error = connection_error(host, port, _DIAGNOSIS_TIMEOUT_S)
+    error = connection_error(host, port, min(_DIAGNOSIS_TIMEOUT_S, deadline.remaining_s()))
     if error is not None:
         return group_remedy(error)
     return (

@@ -23,6 +23,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.prompt_mismatch import MANY_GIVEN_UP
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
@@ -600,6 +601,22 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
     assert (key, reason) == (bench.client.calls[0][0], "prompt_mismatch")
     assert "num_server_tokens=3" in message
     assert bench.client.distrusted == []
+
+
+def test_a_server_that_misreads_many_samples_beside_others_is_told_once(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with other pixel limits, which differ on large images only."""
+    bench = make_bench()
+
+    bench.client.agreeing = {"http://127.0.0.1:1"}
+    bench.client.answer = _misread
+    bench.observe()
+    while len(bench.events.quarantines) < 2 * MANY_GIVEN_UP:
+        assert bench.pipeline._work_once()
+    (told,) = [r.getMessage() for r in caplog.records if "compare max_pixels" in r.getMessage()]
+    assert told.startswith("http://127.0.0.1:1: ")
+    assert "num_server_tokens=3 num_learner_tokens=" in told
 
 
 @pytest.mark.parametrize("num_bad", [1, 2, 3])

@@ -27,7 +27,7 @@ from fake_rollout_server import (
 )
 
 from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, lane
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
@@ -262,6 +262,40 @@ def test_one_bad_answer_costs_one_retry_with_another_seed(
     assert len(outcome.rollouts) == 3
     assert server.batch_sizes == [3, 3]
     assert server.seeds[0] != server.seeds[1]
+
+
+def test_a_server_without_room_is_asked_again_and_condemns_nobody(
+    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    bad = {"1"}
+
+    def behave(call: Call) -> Answer:
+        if len(server.infer_calls) in (1, 3, 4, 6):  # full while others' bodies are there
+            return error(429, '{"detail": "ask again later"}')
+        return failing_on(*bad)(call)
+
+    server.on_infer = behave
+    with make_client(server, fence=fence) as client:
+        outcome = ask(client, 3)
+        assert client.suspects == {}
+    assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
+    assert texts(outcome) == ["echo 0", "echo 2"]
+    assert PostEnd.BUSY in [failure.end for failure in outcome.failures]
+
+
+def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
+    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    server.on_infer = lambda call: error(429) if "1" in call.texts else echo(call)
+    with make_client(server, fence=fence, request_timeout_s=0.3) as client:
+        assert texts(ask(client, 1)) == ["echo 0"]
+        outcome = ask(client, 2, first=1)
+        assert (client.suspects, client.num_unsettled) == ({}, 0)
+    assert (positions(outcome.returned), outcome.timed_out) == ([1, 2], ())
+    assert {failure.end for failure in outcome.failures} == {PostEnd.BUSY}
+    assert set(server.batch_sizes[1:]) == {2}, "it is asked for the same, and not bisected"
 
 
 def test_two_requests_answered_by_one_output_name_both_numbers(

@@ -392,8 +392,8 @@ class VirtualTransport:
         server = self._server
         return server is not None and (not server.alive or server.incarnation != self._joined)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         server, self._server = self._server, None
         if server is not None and server.stock:
             with ServerSession(server.url) as session:
-                session.post(protocol.CLOSE_COMMUNICATOR, {}, Deadline(1.0))
+                session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)

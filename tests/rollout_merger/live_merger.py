@@ -21,6 +21,7 @@ from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol
 from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.servers.request_limits import RequestLimits
 
 LONGEST_WAIT_S = 20.0
 
@@ -96,6 +97,7 @@ def live_merger(
     timeout_s: float = LONGEST_WAIT_S,
     api_key: str | None = None,
     layout: SeedLayout | None = None,
+    limits: RequestLimits | None = None,
     **patience: float,
 ) -> Iterator[LiveMerger]:
     url = upstream if isinstance(upstream, str) else upstream.url
@@ -107,7 +109,9 @@ def live_merger(
     )
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = HttpServer(create_app(dispatcher, api_key), partial(dispatcher.close, SHUTDOWN_GRACE_S))
+    server = HttpServer(
+        create_app(dispatcher, api_key, limits=limits), partial(dispatcher.close, SHUTDOWN_GRACE_S)
+    )
     dispatcher.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

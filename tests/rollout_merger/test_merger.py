@@ -20,6 +20,7 @@ from live_merger import (
 )
 
 from swift_stage2.servers import protocol
+from swift_stage2.servers.request_limits import RequestLimits
 
 KEY = "sk-very-secret-0123456789"
 RESET_MESSAGE = {"message": "Request received, resetting prefix cache status: True"}
@@ -102,6 +103,26 @@ def test_callers_that_come_back_a_moment_late_are_not_a_post_behind_for_ever(
         for future in again:
             assert future.result(LONGEST_WAIT_S).status_code == 200
     assert upstream.batch_sizes == [1, 3, 3]
+
+
+def test_calls_beyond_the_room_for_their_bodies_are_refused_until_others_are_answered(
+    upstream: FakeRolloutServer, callers: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    hold_first(upstream, gate)
+    text = "x" * 900
+    with live_merger(upstream, limits=RequestLimits(max_body_mib=2**-9)) as merger:  # 2 KiB, in all 8
+        held = [callers.submit(merger.infer, text)]
+        upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
+        for number in range(1, 7):
+            held.append(callers.submit(merger.infer, text))
+            merger.wait_until_queued(number)
+        refused = merger.infer(text, text[:300])
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+        merger.wait_until_queued(6, 1)  # control calls have room of their own
+        gate.set()
+        assert [each.result(LONGEST_WAIT_S).status_code for each in (*held, reset)] == [200] * 8
+        assert merger.infer(text, text[:300]).status_code == 200
 
 
 def test_only_the_caller_with_the_poisonous_request_hears_of_it(

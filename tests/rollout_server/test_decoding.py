@@ -108,7 +108,7 @@ def test_a_body_whose_caller_has_gone_is_not_decoded(server: RunningServer, deco
     assert "left" not in decoding.begun
 
 
-def test_bodies_beyond_the_room_for_them_are_refused_with_503(loaded_engine: Any, decoding: Decoding) -> None:
+def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any, decoding: Decoding) -> None:
     limits = RequestLimits(max_body_mib=2)  # in all 8 MiB
     with serve(loaded_engine, limits=limits) as server, ThreadPoolExecutor(4) as callers:
 
@@ -120,10 +120,10 @@ def test_bodies_beyond_the_room_for_them_are_refused_with_503(loaded_engine: Any
             refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(
                 0
             )  # one of them, while the others wait
-            assert refused.status_code == 503
+            assert refused.status_code == 429
             assert "ask again later" in refused.json()["detail"]
             assert server.infer([text_request("small")])
-        assert {each.result(CALL_TIMEOUT_S).status_code for each in asked} == {200, 503}
+        assert {each.result(CALL_TIMEOUT_S).status_code for each in asked} == {200, 429}
         assert ask().status_code == 200  # there is room again
 
 

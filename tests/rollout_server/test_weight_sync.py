@@ -193,7 +193,7 @@ class _DyingTransport(StreamTransport):
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._num_sent == 1:
-            self.close()
+            self.close(deadline)
         self._num_sent += 1
         super().send(flat, deadline)
 

@@ -18,7 +18,8 @@ from telemetry.run_facts import step as step_facts
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory import resume, starting_point
+from swift_stage2.run_directory import resume
+from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.telemetry import Telemetry
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from dropping_port import LINEAR, AnyCanary, a_round_at_a_dropping_port
-from fake_rollout_server import Answer, FakeRolloutServer
+from dropping_port import LINEAR, AnyCanary, a_round_at_a_dropping_port, dropping_port
+from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES, SECRET
 from stopped_process import stop_process
 from torch.distributed import TCPStore
@@ -229,8 +229,38 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
         joins = [call.path for call in server.calls if call.path == protocol.INIT_COMMUNICATOR]
         closes = [call.path for call in server.calls if call.path == protocol.CLOSE_COMMUNICATOR]
         assert (len(joins), len(closes)) == (3, 3)
-        transport.close()
+        transport.close(Deadline(5.0))
     never.set()
+
+
+def test_a_group_that_never_forms_at_a_server_that_answers_no_more_is_no_hang(
+    communicators: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a short round: finding out why, and closing, end with its calls."""
+    never = threading.Event()
+    group = sys.modules["vllm.distributed.utils"].StatelessProcessGroup
+    monkeypatch.setattr(group, "create", lambda **_: never.wait(KILLED_BY_S))
+
+    def joined_and_deaf(call: Call) -> Answer:
+        asked_to_join = protocol.INIT_COMMUNICATOR in [earlier.path for earlier in fake.calls[:-1]]
+        body = b'{"message": "status: True"}'
+        return Answer(body=body, after=never if asked_to_join else None)
+
+    with FakeRolloutServer(on_reset=joined_and_deaf) as fake, dropping_port() as port:
+        sync = WeightSync(
+            [ServerEndpoint(fake.url, port)],
+            control=SingleRank(),
+            export=WeightExport(LINEAR),
+            canary=AnyCanary(),
+            make_transport=lambda info: StockTransport(CPU),
+            run_id="run",
+            timeout_s=4.0,
+            bucket_mib=1,
+        )
+        outcome = sync.run(1, [0])  # raises WeightSyncHang if it is one
+        never.set()
+    assert outcome.failed == (0,)
+    assert "the weight group did not form" in str(outcome.reports[0].error)
 
 
 def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_more(

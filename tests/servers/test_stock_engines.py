@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from fake_rollout_server import FakeRolloutServer
 from stock_engines import StandInEngine, stock_server
 
 from swift_stage2.config import Proof
@@ -98,7 +99,22 @@ class Refusing:
     def is_lost(self) -> bool:
         return False
 
-    def close(self) -> None: ...
+    def close(self, deadline: Deadline) -> None: ...
+
+
+def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
+    push = ServerPush(
+        0,
+        ServerEndpoint(server.url, 1),
+        order(*names),
+        BucketHandover([0], Deadline(AMPLE_S), patience_s=AMPLE_S),
+        {},
+        lambda info: Refusing(),
+        distrusted=False,
+        ours=set(),
+    )
+    push.run()
+    return push
 
 
 @pytest.mark.parametrize(
@@ -114,18 +130,20 @@ def test_names_are_compared_before_weights_are_sent(
 ) -> None:
     names = ("model.a.q_proj.weight", "model.a.k_proj.weight", "model.b.weight")
     with stock_server(StandInEngine(keys=(held,))) as server, caplog.at_level(logging.WARNING):
-        deadline = Deadline(AMPLE_S)
-        push = ServerPush(
-            0,
-            ServerEndpoint(server.url, 1),
-            order(*names),
-            BucketHandover([0], deadline, patience_s=AMPLE_S),
-            {},
-            lambda info: Refusing(),
-            distrusted=False,
-            ours=set(),
-        )
-        push.run()
+        push = pushed_to(server, *names)
     assert push.report is not None
     assert push.report.error == "no group here"
     assert [warning in record.getMessage() for record in caplog.records] == ([True] if warning else [])
+
+
+def test_a_server_without_the_route_for_names_is_told_and_gets_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with FakeRolloutServer() as server, caplog.at_level(logging.WARNING):
+        report = pushed_to(server, "model.a.weight").report
+        with ServerSession(server.url) as session:
+            require_workers(session, Deadline(AMPLE_S))
+    assert report is not None
+    assert report.error == "no group here"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "/get_model_state_keys/: no such route" in told

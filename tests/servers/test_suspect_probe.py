@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
 
+from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import protocol
 from swift_stage2.servers.probe import SuspectProbe
 
@@ -42,8 +43,8 @@ def _ours(state: str) -> Any:
 
 
 def _silent(call: Call) -> Answer:
-    """Knows no path, as a stock server whose workers are gone."""
-    return Answer(status=404)
+    """As a stock server whose workers are gone."""
+    return Answer(status=500 if call.path == protocol.STATE_KEYS else 404)
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
@@ -115,6 +116,13 @@ def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(probe: Susp
         _wait_for(probe, {server.url})
 
 
+def test_a_stock_server_of_an_older_ms_swift_answers_again(probe: SuspectProbe) -> None:
+    """It has no route that names its parameters."""
+    with FakeRolloutServer() as server:
+        probe.watch([server.url])
+        _wait_for(probe, {server.url})
+
+
 def test_what_was_heard_of_a_server_that_is_no_longer_watched_is_forgotten(
     server: FakeRolloutServer, probe: SuspectProbe
 ) -> None:
@@ -178,6 +186,52 @@ def test_a_round_waits_for_the_question_under_way_and_forgets_its_answer(
     assert probe.answering() == frozenset(), "it answered before the round, so it proves no retry due"
     server.wait_until(lambda: len(server.calls) >= 3)
     assert probe.answering() == frozenset()
+
+
+def test_a_question_that_outlasts_the_wait_for_it_goes_on_in_no_round(
+    server: FakeRolloutServer, probe: SuspectProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspect_probe, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(suspect_probe, "_DEADLINE_S", LONGEST_WAIT_S)
+    go_on = threading.Event()
+    server.on_get = lambda call: _json(json.loads(_ours("ready")(call).body), after=go_on)
+    ended: list[str] = []
+    ask = probe._ask
+    monkeypatch.setattr(probe, "_ask", lambda url: (ask(url), ended.append(url)))
+    probe.watch([server.url])
+    server.wait_until(lambda: len(server.calls) == 1)
+    with probe.paused():
+        _wait_until(lambda: len(ended) >= 3)
+        assert len(server.calls) == 1, "cut, and none was begun"
+        assert probe.answering() == frozenset()
+    go_on.set()
+    _wait_for(probe, {server.url})
+
+
+def test_a_loss_that_is_found_within_a_round_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of what the round has replaced."""
+    monkeypatch.setattr(suspect_probe, "_LOCK_TIMEOUT_S", 0.0)
+    looking, go_on, told = threading.Event(), threading.Event(), list[int]()
+    looks: list[tuple[int, ...]] = []
+
+    def find_lost() -> tuple[int, ...]:
+        looks.append(() if looks else (0,))
+        looking.set()
+        assert go_on.wait(LONGEST_WAIT_S)
+        return looks[-1]
+
+    probe = SuspectProbe(
+        rank=0, api_key=None, interval_s=INTERVAL_S, find_lost=find_lost, on_lost=told.append
+    )
+    probe.start()
+    assert looking.wait(LONGEST_WAIT_S)
+    with probe.paused():
+        go_on.set()
+        _wait_until(probe._asking.acquire)
+        probe._asking.release()
+    _wait_until(lambda: len(looks) >= 3)
+    assert (probe.lost(), told) == (frozenset(), [])
+    probe.stop()
 
 
 def test_a_trusted_server_that_was_lost_is_told_until_a_round_ran(server: FakeRolloutServer) -> None:

@@ -206,7 +206,7 @@ class _DyingTransport(StreamTransport):
 
     def send(self, flat: torch.Tensor, deadline: Any) -> None:
         if self.num_sent == 1:
-            self.close()
+            self.close(deadline)
         self.num_sent += 1
         super().send(flat, deadline)
 

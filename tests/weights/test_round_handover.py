@@ -65,7 +65,7 @@ class Transport:
         self._on_send(len(self.sent))
         self.sent.append(flat)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         self.closed = True
 
 

@@ -41,7 +41,7 @@ class RecordedTransport:
         if self._let_go is not None:
             self._let_go.wait(20)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         self.closed_by = threading.current_thread().name
 
 
@@ -132,11 +132,11 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     transport = StockTransport(torch.device("cpu"), api_key="key")
     with ServerSession(server.url, "key") as session:
         transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
-    transport.close()
+    transport.close(Deadline(5.0))
     last = server.calls[-1]
     assert last.path == protocol.CLOSE_COMMUNICATOR
     assert last.headers["Authorization"] == "Bearer key"
-    transport.close()
+    transport.close(Deadline(5.0))
     assert server.calls[-1] is last
 
 
@@ -159,7 +159,7 @@ def test_a_communicator_that_sends_nothing_is_the_learners_fault(
         pytest.raises(WeightSyncError, match="unset VLLM_DISABLE_PYNCCL"),
     ):
         transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
-    transport.close()
+    transport.close(Deadline(5.0))
 
 
 @pytest.mark.parametrize("size", ["true", "100000000000", "0"])

@@ -73,5 +73,5 @@ class FaultyTransport:
     def is_lost(self) -> bool:
         return self._real.is_lost()
 
-    def close(self) -> None:
-        self._real.close()
+    def close(self, deadline: Deadline) -> None:
+        self._real.close(deadline)

@@ -20,8 +20,9 @@ _REFUSALS = {
     403: "the server refuses the API key; set the variable that rollout.api_key_env names",
     409: "the server refuses rollouts in its present state",
 }
-# What a merger or a proxy says of the server behind it; the server itself never says so.
-_GATEWAY_ENDS = {
+# What says nothing of the requests: a server without room for them (429), or a merger or proxy of the server behind it.
+_STATUS_ENDS = {
+    429: PostEnd.BUSY,
     502: PostEnd.LOST,
     504: PostEnd.TIMED_OUT,
 }
@@ -95,8 +96,8 @@ class ServerConnection:
             return PostResult(PostEnd.ERROR_ANSWER, reason)
         if error.status in _REFUSALS:
             return PostResult(PostEnd.REFUSED, f"{_REFUSALS[error.status]}: {error}")
-        if error.status in _GATEWAY_ENDS:
-            return PostResult(_GATEWAY_ENDS[error.status], str(error))
+        if error.status in _STATUS_ENDS:
+            return PostResult(_STATUS_ENDS[error.status], str(error))
         places = protocol.parse_failed_places(error.record)
         named = tuple(place for place in places if place < num_requests)
         return PostResult(PostEnd.LOST if error.kind is None else _ENDS[error.kind], str(error), named=named)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
+_BUSY_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +137,14 @@ class ServerLane:
             if ticket is None or not self.trust.is_proven or not share.may_be_of(ticket.version):
                 share.plan.end()
                 return
-            self._post(share, piece, requests, ticket)
+            end = self._post(share, piece, requests, ticket)
+        if end is not PostEnd.BUSY:
+            return
+        if share.budget.remaining_s < self._settings.request_timeout_s:
+            share.plan.end()  # a call that found room now might not end in time
+        self._settings.stop.wait(_BUSY_PAUSE_S)  # without the ticket, so that no round waits for it
 
-    def _post(self, share: Share, piece: Piece, requests: Sequence[Request], ticket: InferTicket) -> None:
+    def _post(self, share: Share, piece: Piece, requests: Sequence[Request], ticket: InferTicket) -> PostEnd:
         leader = share.samples[(piece.indices or share.plan.accused)[0]]
         seed = self._settings.seeds.next_seed(leader.key)
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
@@ -163,6 +169,7 @@ class ServerLane:
         elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
             self._abandon(share, len(requests))
         self._record(share, piece, result)
+        return result.end
 
     def _doubt(self, result: PostResult, version: int) -> PostResult:
         objection = self.trust.objection(result.completions, version=version, run_id=self._settings.run_id)

@@ -20,6 +20,7 @@ class PostEnd(StrEnum):
 
     ANSWERED = "answered"
     ERROR_ANSWER = "error_answer"  # an answer, but no usable one: perhaps the request's fault
+    BUSY = "busy"  # the server has no room at the moment: nobody's fault, and nothing was begun
     UNREACHABLE = "unreachable"  # no connection, so nothing was sent
     TIMED_OUT = "timed_out"  # abandoned: the server may still be computing it
     LOST = "lost"  # the connection broke after something was sent
@@ -99,6 +100,9 @@ class RequestPlan:
                 self._record_answer()
             case PostEnd.ERROR_ANSWER:
                 self._record_error(piece, reason, named)
+            case PostEnd.BUSY:
+                if not piece.is_probe:
+                    self._waiting.append(piece)
             case PostEnd.UNREACHABLE if not piece.is_retry:
                 self._ask_again(piece)
             case PostEnd.TIMED_OUT:
