@@ -16,7 +16,7 @@ from interleaving.mutations import FAILURES, OTHERS
 from interleaving.scene import run_seed, virtual_world
 from interleaving.scheduler import Violation
 
-NUM_FULL_SEEDS, FULL_BATCH = 4_000, 500
+NUM_FULL_SEEDS, FULL_BATCH = 4_000, 2_000  # a batch of 500 may miss an evaluation that finds no server
 NUM_CORE_SEEDS, CORE_BATCH = 16_000, 2_000
 LONGEST_SEARCH = 1_000  # seeds within which each mistake is found
 
