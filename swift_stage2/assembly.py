@@ -61,9 +61,8 @@ from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.scheduling.starvation import StarvationWatch
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe

@@ -27,10 +27,9 @@ from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.weights.sync_round import RoundOutcome, WeightSync

@@ -16,8 +16,8 @@ from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.pacing import Pacer, PacingReason, PacingState, PacksInMaking
-from swift_stage2.scheduling.production_pace import ProductionMeter
+from swift_stage2.scheduling.outlook import PacingState, PacksInMaking, ProductionMeter
+from swift_stage2.scheduling.pacing import Pacer, PacingReason
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
 

@@ -31,11 +31,10 @@ from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.process.standing import Standing
+from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer
-from swift_stage2.scheduling.pacing_state import PacingState
-from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_stage2.scheduling.production_pace import ProductionPace
+from swift_stage2.scheduling.outlook import ProductionPace
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan, plan_step
 
 _NUM_COMMON_ENTRIES = 7

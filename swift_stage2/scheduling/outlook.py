@@ -7,11 +7,140 @@ pending no POST starts before the round. Called by the pacer only.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
-from swift_stage2.scheduling.pacing_state import PacingState, PacksInMaking
-from swift_stage2.scheduling.round_forecast import RoundForecast, first_step_after
+RECENT_PRODUCTIONS = 16
+QUICK_QUANTILE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ProductionPace:
+    """How long a production takes, in optimizer steps."""
+
+    typical_steps: float
+    """The median."""
+    quick_steps: float
+    """The lower decile; at most ``typical_steps``."""
+
+    @classmethod
+    def of(cls, typical_steps: float, quick_steps: float | None) -> ProductionPace:
+        """Make a pace; ``quick_steps`` None stands for "as typical"."""
+        return cls(typical_steps, typical_steps if quick_steps is None else quick_steps)
+
+    def slower(self, other: ProductionPace) -> ProductionPace:
+        """Return the slower of both, number by number, as an element-wise MAX over ranks does."""
+        return ProductionPace(
+            max(self.typical_steps, other.typical_steps), max(self.quick_steps, other.quick_steps)
+        )
+
+
+class ProductionMeter:
+    """Remembers the last 16 productions of one rank. One writer, the rank's pipeline."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=RECENT_PRODUCTIONS)
+        self._pace: ProductionPace | None = None
+
+    @property
+    def pace(self) -> ProductionPace | None:
+        """The pace over the last productions; None before the first. One attribute, safe from any thread."""
+        return self._pace
+
+    def observe(self, steps: float) -> None:
+        """Take in one production that took ``steps`` optimizer steps.
+
+        Raises:
+            ValueError: ``steps`` is negative or not finite.
+        """
+        if not (math.isfinite(steps) and steps >= 0):
+            raise ValueError(
+                f"a production takes a finite time >= 0, got steps={steps}; check the step counter"
+            )
+        self._steps.append(steps)
+        ordered = sorted(self._steps)
+        self._pace = ProductionPace(median(ordered), ordered[int(QUICK_QUANTILE * len(ordered))])
+
+
+@dataclass(frozen=True, slots=True)
+class PacksInMaking:
+    """One production under way: from its POST to its last pack in the queue."""
+
+    version: int
+    num_packs: int
+    age_steps: float
+    """Steps since its POST was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacingState:
+    """A snapshot of one rank."""
+
+    step: int
+    """The step that trains now; -1 before the first."""
+    progress: float = 0.0
+    """The share of that step that has passed, in [0, 1)."""
+    current_version: int
+    last_commit_step: int
+    """The step at whose start the last sync round committed."""
+    round_pending: bool = False
+    """The fence is closed for a round: a POST asked for now starts after it."""
+    ready_versions: tuple[int, ...] = ()
+    """Versions of the ready packs, oldest first."""
+    making: tuple[PacksInMaking, ...] = ()
+    production_steps: float | None = None
+    """How long a production typically takes on this rank; None before the first."""
+    quick_production_steps: float | None = None
+    """How long a quick one takes, `ProductionPace.quick_steps`; None: as a typical one."""
+    slowest_production_steps: float = 0.0
+    """The typical production of the slowest rank, whose POSTs hold the rounds of all."""
+    slowest_quick_production_steps: float | None = None
+    """The quick production of the slowest rank; None: as its typical one."""
+    packs_per_production: int = 1
+    """How many packs one production makes at full size."""
+    missed_in_a_row: int = 0
+    """Wanted B steps in a row, up to now, at which this rank could not reserve."""
+
+    @property
+    def position(self) -> float:
+        """Now, in steps."""
+        return self.step + self.progress
+
+    @property
+    def arrival_pace(self) -> ProductionPace:
+        """The pace at which this rank's own packs arrive."""
+        return ProductionPace.of(self.production_steps or 0.0, self.quick_production_steps)
+
+    @property
+    def holding_pace(self) -> ProductionPace:
+        """The pace at which productions release the rounds: all ranks start together, the slowest counts."""
+        slowest = ProductionPace.of(self.slowest_production_steps, self.slowest_quick_production_steps)
+        return self.arrival_pace.slower(slowest)
+
+
+def first_step_after(position: float) -> int:
+    """Return the first step that starts after ``position``, in steps with the fraction of the current one."""
+    return math.floor(position) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundForecast:
+    """The versions of the steps to come."""
+
+    version: int
+    """The version until the first of ``rounds``."""
+    rounds: tuple[int, ...]
+    """Steps at whose start a round runs, ascending, at least one."""
+    spacing: int
+    """Steps from one round to the next after the last of ``rounds``."""
+
+    def version_at(self, step: int) -> int:
+        """Return the version that ``step`` reserves against; a round precedes its step's reservation."""
+        named = sum(round_step <= step for round_step in self.rounds)
+        regular = max(0, step - self.rounds[-1]) // self.spacing
+        return self.version + named + regular
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.scheduling.pacing import Pacer
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
 from swift_stage2.telemetry import AuditLog
 from swift_stage2.telemetry.activity import PipelineActivity

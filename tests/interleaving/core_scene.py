@@ -28,8 +28,8 @@ from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, Tick
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.weights.records import RoundOutcome, ServerReport
 
 _URL = "http://s0"

@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.bresenham import next_wanted_step
-from swift_stage2.scheduling.pacing import (
-    Pacer,
-    PacingDecision,
-    PacingReason,
-    PacingState,
-    PacksInMaking,
-    max_prompts_in_flight,
-)
+from swift_stage2.scheduling.outlook import PacingState, PacksInMaking
+from swift_stage2.scheduling.pacing import Pacer, PacingDecision, PacingReason, max_prompts_in_flight
 
 # B is wanted at 3, 7, 11, …; a round precedes every step.
 PACER = Pacer(b_ratio=0.25, version_window=2, sync_every_steps=1, target_packs=4, packs_per_b_step=4)
