@@ -129,7 +129,6 @@ class Learner:
         self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
-        self._slowest_production_steps = 0.0
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
         self._pending_since: float | None = None  # moment at which the pending round fell due
@@ -273,15 +272,13 @@ class Learner:
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
-            answering, suspects, pace = b.probe.answering(), b.client.suspects, b.pipeline.production_pace
-            lost = b.probe.lost()
+            answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
             facts = replace(
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
                 evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
-                production_steps=pace.typical_steps if pace else 0.0,
-                quick_production_steps=pace.quick_steps if pace else None,
+                pace=b.pipeline.production_pace,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(
                     url in suspects or index in lost or index not in b.rounds.proven
@@ -332,8 +329,7 @@ class Learner:
                 step_seconds=self._step_seconds,
                 last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
                 round_pending=b.rounds.pending,
-                slowest_production_steps=outcome.slowest_production_steps,
-                slowest_quick_production_steps=outcome.slowest_quick_production_steps,
+                slowest_pace=outcome.slowest_pace,
                 missed_in_a_row=self._missed_in_a_row,
                 max_prompts=self._max_prompts(b),
                 paused=outcome.truncation_guard,

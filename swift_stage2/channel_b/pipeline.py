@@ -73,8 +73,7 @@ class StepView:
     step_seconds: float | None
     last_commit_step: int
     round_pending: bool
-    slowest_production_steps: float
-    slowest_quick_production_steps: float
+    slowest_pace: ProductionPace
     missed_in_a_row: int
     max_prompts: int
     paused: bool
@@ -152,7 +151,6 @@ class Pipeline:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
         self.failure: BaseException | None = None
-        self.last_progress_s = time.monotonic()
         self.standing: Standing | None = None
         """What the thread is at; None while there is nothing to do."""
 
@@ -231,7 +229,6 @@ class Pipeline:
     def _state(self, view: StepView) -> PacingState:
         elapsed_s = time.monotonic() - view.started_s
         progress = min(0.999, elapsed_s / view.step_seconds) if view.step_seconds else 0.0
-        pace = self._meter.pace
         return PacingState(
             step=view.step,
             progress=progress,
@@ -239,10 +236,8 @@ class Pipeline:
             last_commit_step=view.last_commit_step,
             round_pending=view.round_pending,
             ready_versions=self._queue.peek_versions(),
-            production_steps=pace.typical_steps if pace else None,
-            quick_production_steps=pace.quick_steps if pace else None,
-            slowest_production_steps=view.slowest_production_steps,
-            slowest_quick_production_steps=view.slowest_quick_production_steps,
+            pace=self._meter.pace,
+            slowest_pace=view.slowest_pace,
             packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
             missed_in_a_row=view.missed_in_a_row,
         )
@@ -338,7 +333,6 @@ class Pipeline:
                 self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)
-            self.last_progress_s = time.monotonic()
             self._events.segment(prepared.segment, prepared.seconds)
             self._events.matched(rollout, prepared.target, prepared.space)
 

@@ -1,14 +1,14 @@
-"""Turns a rank's snapshot into what will have happened: which packs arrive when, which rounds run when.
+"""Forecasts one rank's near future for the pacer: when packs made now arrive, and which rounds run until then.
 
-A POST in flight keeps the fence from draining, so no round runs before it has ended; while a round is
-pending no POST starts before the round. Called by the pacer only.
+Measured production times come in two numbers: *typical* says when packs will arrive, *quick* how soon the rounds
+that a production held may resume, so that a lucky one does not age its own packs. A POST in flight keeps the fence
+from draining; while a round is pending no POST starts. Positions and durations are in steps, with fractions.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,23 +18,21 @@ QUICK_QUANTILE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ProductionPace:
-    """How long a production takes, in optimizer steps."""
+    """How long a production takes, from its POST to its last pack in the queue, in optimizer steps."""
 
     typical_steps: float
     """The median."""
     quick_steps: float
     """The lower decile; at most ``typical_steps``."""
 
-    @classmethod
-    def of(cls, typical_steps: float, quick_steps: float | None) -> ProductionPace:
-        """Make a pace; ``quick_steps`` None stands for "as typical"."""
-        return cls(typical_steps, typical_steps if quick_steps is None else quick_steps)
-
     def slower(self, other: ProductionPace) -> ProductionPace:
         """Return the slower of both, number by number, as an element-wise MAX over ranks does."""
         return ProductionPace(
             max(self.typical_steps, other.typical_steps), max(self.quick_steps, other.quick_steps)
         )
+
+
+INSTANT = ProductionPace(0.0, 0.0)
 
 
 class ProductionMeter:
@@ -64,19 +62,9 @@ class ProductionMeter:
         self._pace = ProductionPace(median(ordered), ordered[int(QUICK_QUANTILE * len(ordered))])
 
 
-@dataclass(frozen=True, slots=True)
-class PacksInMaking:
-    """One production under way: from its POST to its last pack in the queue."""
-
-    version: int
-    num_packs: int
-    age_steps: float
-    """Steps since its POST was sent."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacingState:
-    """A snapshot of one rank."""
+    """A snapshot of one rank when its pipeline asks whether to make packs; nothing is being made then."""
 
     step: int
     """The step that trains now; -1 before the first."""
@@ -89,15 +77,10 @@ class PacingState:
     """The fence is closed for a round: a POST asked for now starts after it."""
     ready_versions: tuple[int, ...] = ()
     """Versions of the ready packs, oldest first."""
-    making: tuple[PacksInMaking, ...] = ()
-    production_steps: float | None = None
-    """How long a production typically takes on this rank; None before the first."""
-    quick_production_steps: float | None = None
-    """How long a quick one takes, `ProductionPace.quick_steps`; None: as a typical one."""
-    slowest_production_steps: float = 0.0
-    """The typical production of the slowest rank, whose POSTs hold the rounds of all."""
-    slowest_quick_production_steps: float | None = None
-    """The quick production of the slowest rank; None: as its typical one."""
+    pace: ProductionPace | None = None
+    """This rank's; None before its first production."""
+    slowest_pace: ProductionPace = INSTANT
+    """The slowest rank's, whose POSTs hold the rounds of all."""
     packs_per_production: int = 1
     """How many packs one production makes at full size."""
     missed_in_a_row: int = 0
@@ -111,13 +94,12 @@ class PacingState:
     @property
     def arrival_pace(self) -> ProductionPace:
         """The pace at which this rank's own packs arrive."""
-        return ProductionPace.of(self.production_steps or 0.0, self.quick_production_steps)
+        return self.pace or INSTANT
 
     @property
     def holding_pace(self) -> ProductionPace:
         """The pace at which productions release the rounds: all ranks start together, the slowest counts."""
-        slowest = ProductionPace.of(self.slowest_production_steps, self.slowest_quick_production_steps)
-        return self.arrival_pace.slower(slowest)
+        return self.arrival_pace.slower(self.slowest_pace)
 
 
 def first_step_after(position: float) -> int:
@@ -155,7 +137,7 @@ class Outlook:
     @property
     def start(self) -> float:
         """The position at which a POST asked for now is sent."""
-        return self._drained_step if self.state.round_pending else self.state.position
+        return self._next_step if self.state.round_pending else self.state.position
 
     @property
     def version_at_start(self) -> int:
@@ -167,42 +149,26 @@ class Outlook:
         """The first step that can reserve them, if their production is a typical one."""
         return first_step_after(self.start + self.state.arrival_pace.typical_steps)
 
-    def packs_at_hand(self) -> Iterator[tuple[int, int]]:
-        """Yield (first step that can reserve it, version) of every pack, ready or in the making, oldest first."""
-        for version in self.state.ready_versions:
-            yield self.state.step + 1, version
-        for production in self.state.making:
-            arrival = first_step_after(self._end_of(production))
-            for _ in range(production.num_packs):
-                yield arrival, production.version
-
     def rounds_if_idle(self) -> RoundForecast:
-        """Forecast the rounds when no production is started on top of what is in flight."""
-        pending = self.state.round_pending
-        first = self._drained_step if pending else max(self._due_step, self._drained_step)
+        """Forecast the rounds when no production is started."""
+        first = self._next_step if self.state.round_pending else max(self._due_step, self._next_step)
         return RoundForecast(self.state.current_version, (first,), self.spacing)
 
     def rounds_if_made(self, holding_steps: float) -> RoundForecast:
         """Forecast the rounds when a production starts now and holds the next one for ``holding_steps``."""
         # A production that ends with a step's start may release that step's round: the earlier one ages more.
-        held_until = max(self.state.step + 1, math.ceil(self.start + holding_steps), self._drained_step)
+        held_until = max(self._next_step, math.ceil(self.start + holding_steps))
         if self.state.round_pending:
-            pending = self._drained_step
+            pending = self._next_step
             rounds: tuple[int, ...] = (pending, max(pending + self.sync_every_steps, held_until))
         else:
             rounds = (max(self._due_step, held_until),)
         return RoundForecast(self.state.current_version, rounds, self.spacing)
 
     @property
-    def _due_step(self) -> int:
-        return self.state.last_commit_step + self.sync_every_steps
+    def _next_step(self) -> int:
+        return self.state.step + 1
 
     @property
-    def _drained_step(self) -> int:
-        """The first step at whose start nothing that is in flight now still is."""
-        ends = [first_step_after(self._end_of(production)) for production in self.state.making]
-        return max([self.state.step + 1, *ends])
-
-    def _end_of(self, production: PacksInMaking) -> float:
-        remaining_steps = self.state.arrival_pace.typical_steps - production.age_steps
-        return self.state.position + max(0.0, remaining_steps)
+    def _due_step(self) -> int:
+        return self.state.last_commit_step + self.sync_every_steps

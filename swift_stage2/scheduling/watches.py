@@ -1,4 +1,8 @@
-"""Watch a run from the side: is channel B starving, are too many rollouts cut off?"""
+"""Watches over channel B: it starves, or too many of its rollouts are cut off.
+
+Counters alone do not save a run in which B hardly ever runs. Plans are the same on every rank, so all ranks reach a
+starvation's verdict at the same step; a pause is the rank's own and travels in the step's vector.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ class StarvationVerdict:
 
 
 class StarvationWatch:
-    """Remembers the last ``grace_steps`` plans.
+    """Gives a verdict when fewer than half of the B steps wanted in the last ``grace_steps`` steps ran.
 
-    After a verdict it forgets them, so that a lasting starvation is told once per ``grace_steps``.
+    After it the plans are forgotten, so that a lasting starvation is told once per ``grace_steps``.
     """
 
     def __init__(self, grace_steps: int) -> None:
@@ -77,7 +81,10 @@ LIFT_FACTOR = 0.8
 
 
 class TruncationGuard:
-    """Watches the moving share of truncated rollouts on one rank."""
+    """Pauses channel B above the limit on the share of truncated rollouts, and lifts that below 0.8 times the limit.
+
+    Training on cut-off answers makes a model worse. One writer, the rank's pipeline; any thread may read ``paused``.
+    """
 
     def __init__(self, max_truncated_ratio: float) -> None:
         if not 0 <= max_truncated_ratio <= 1:

@@ -31,6 +31,7 @@ from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.scheduling.outlook import INSTANT
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
@@ -187,8 +188,7 @@ class Bench:
             "step_seconds": 10.0,
             "last_commit_step": 0,
             "round_pending": False,
-            "slowest_production_steps": 0.0,
-            "slowest_quick_production_steps": 0.0,
+            "slowest_pace": INSTANT,
             "missed_in_a_row": 0,
             "max_prompts": 6,
             "paused": False,
