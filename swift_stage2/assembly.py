@@ -66,10 +66,10 @@ from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.telemetry import LiveView, Telemetry
-from swift_stage2.telemetry.clock_alignment import align_clocks
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.match_log import rows_to_keep
-from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
+from swift_stage2.telemetry.trace import EnterSpan, Trace, align_clocks, untraced
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import Canary, WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
@@ -126,7 +126,7 @@ def start_run(
         settings = config.without_secrets()
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
         if config.telemetry.trace:
-            telemetry.trace.clock_offset = align_clocks(control)
+            telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
             ours = wait_for_servers(config, control, telemetry.record_warning)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.

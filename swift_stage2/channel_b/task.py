@@ -19,7 +19,7 @@ from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
 from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.errors import ConfigError
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 

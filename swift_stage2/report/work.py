@@ -10,8 +10,8 @@ from swift_stage2.report.steps_over_time import pipeline_seconds, syncing_second
 from swift_stage2.report.verdict import RankWork
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.recorders import describe_unused
 from swift_stage2.telemetry.summary import RunSummary
-from swift_stage2.telemetry.unused_b import describe_unused
 
 
 def works_of(run: RunData) -> list[RankWork]:

@@ -15,25 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.telemetry import merging, scalars
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
-from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
-from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.evaluation_recorder import EvaluationRecorder
+from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
 from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
-from swift_stage2.telemetry.ledger import Ledger, ledger_path
+from swift_stage2.telemetry.ledger import Ledger, RunRecord, ledger_path, record_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.match_log import MatchLog, matches_path
-from swift_stage2.telemetry.merging import SumAcrossRanks
-from swift_stage2.telemetry.metrics import PREFIX
-from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
-from swift_stage2.telemetry.run_record import RunRecord, record_path
-from swift_stage2.telemetry.spans import Trace
-from swift_stage2.telemetry.step_recorder import StepRecorder
-from swift_stage2.telemetry.storage_warning import StorageWarning
-from swift_stage2.telemetry.tensorboard import TensorBoardSink
-from swift_stage2.telemetry.unused_b import UnusedB
+from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
+from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder, StepRecorder, UnusedB
+from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
+from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +120,7 @@ class Telemetry:
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
         if self._board is not None:
-            self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
+            self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
         self._tracker.step(facts)
         self._show()
 
@@ -192,9 +184,9 @@ class Telemetry:
         Returns the scalars by full tag, equal on every rank.
         """
         numbers, activity_ns = self._read_gauges(), self.clock.totals_ns()
-        mine = merging.encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
-        merged = merging.decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
-        values = scalars.scalars_of_merge(merged, self._window_start)
+        mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
+        merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
+        values = scalars_of_merge(merged, self._window_start)
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
         self._audit_metrics(step, numbers, activity_ns, epoch)

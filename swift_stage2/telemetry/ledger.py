@@ -1,8 +1,8 @@
-"""Turns what happens to samples into one rank's ledger, JSON lines that only grow: ``RUN_DIR/ledger/rankN.jsonl``.
+"""Keeps every sample's life, ``RUN_DIR/ledger/rankN.jsonl``, and what a replay needs besides, ``RUN_DIR/record/``.
 
 Written by the audit's own line writer, so a torn line is stepped over and a full disk leaves a gap record. What
 the sample source tells is written under its lock, so the ledger up to a ``checkpoint`` record and that
-checkpoint's state agree exactly. Read by ``ledger_account``; ``docs/design/ledger.md`` tells what it proves.
+checkpoint's state agree exactly. ``docs/design/ledger.md`` tells what it proves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, AuditLog, Record, is_empty_gap, record_of
-from swift_stage2.telemetry.facts import KeyFacts, PackFacts, SegmentFacts
+from swift_stage2.telemetry.facts import KeyFacts, PackFacts, RolloutFacts, SegmentFacts, StepFacts
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
 
 
@@ -207,3 +207,71 @@ def _parse(line: bytes) -> Record:
 
 def _entries(keys: Sequence[KeyFacts]) -> list[list[int]]:
     return [[key.epoch, key.position, key.index, key.attempt] for key in keys]
+
+
+class RecordEntry(StrEnum):
+    """What a line tells."""
+
+    START = Entry.START.value
+    """A process began: the ``run_id`` that its ledger has too, its configuration and surroundings."""
+    COMPLETION = "completion"
+    """What a server said to ``sample``, [epoch, position, index, attempt]."""
+    STEP = "step"
+    """A step's plan, before it trains. The packs of channel B are those that the ledger says ``step`` trained."""
+    LOSSES = "losses"
+    """The step is over; the loss of every micro_step as ``float.hex``."""
+
+
+def record_path(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` of a run writes."""
+    return run_dir / "record" / f"rank{rank}.jsonl"
+
+
+class RunRecord:
+    """One rank's part of what a replay needs. Safe for any number of threads; never raises for the disk's sake."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+
+    def start(
+        self,
+        *,
+        run_id: str,
+        step: int,
+        world_size: int,
+        config: Mapping[str, Any],
+        surroundings: Mapping[str, Any],
+    ) -> None:
+        """A process begins before ``step``. ``config`` holds no secret."""
+        self._log.write(
+            RecordEntry.START,
+            run_id=run_id,
+            step=step,
+            world_size=world_size,
+            config=config,
+            surroundings=surroundings,
+        )
+
+    def completion(self, rollout: RolloutFacts) -> None:
+        """A server answered; called before the rollout becomes a segment."""
+        key = rollout.sample.key
+        self._log.write(
+            RecordEntry.COMPLETION,
+            sample=[key.epoch, key.position, key.index, key.attempt],
+            text=rollout.text,
+            token_ids=rollout.token_ids,
+            truncated=rollout.truncated,
+            spans=[[span.version, span.start, span.end] for span in rollout.spans],
+        )
+
+    def step(self, facts: StepFacts) -> None:
+        """A step's plan is made; ``version`` tells which round was the last one committed before it."""
+        self._log.write(RecordEntry.STEP, step=facts.step, channel=facts.plan.channel, version=facts.version)
+
+    def losses(self, step: int, losses: Sequence[str]) -> None:
+        """``step`` has trained."""
+        self._log.write(RecordEntry.LOSSES, step=step, losses=losses)
+
+    def close(self) -> None:
+        """Close the file; later lines are dropped. May be called again."""
+        self._log.close()

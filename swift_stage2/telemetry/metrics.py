@@ -1,14 +1,21 @@
-"""Declares every number that is kept: its name, whether it counts or gauges, how ranks merge, and its tag.
+"""Declares every number that is kept, holds one rank's, and adds all ranks' up.
 
-One table, so that a misspelt name raises, all ranks exchange vectors of one order, and
-``docs/design/metrics.md`` can be checked against it. Read by ``Counters``, the merging and the layout.
+One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, all
+ranks exchange vectors of one order, and ``docs/design/metrics.md`` can be checked against it. One sum over a vector
+of fixed length merges: gauges that need a minimum or a maximum travel in one slot per rank, where every other rank
+adds zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import difflib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from swift_stage2.telemetry.activity import Activity
 
 PREFIX = "stage2_ab/"
 
@@ -152,3 +159,172 @@ EVALUATION_TAGS: tuple[str, ...] = tuple(
 )
 
 METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+class Counters:
+    """Named numbers, declared up front. Safe for any number of threads."""
+
+    def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        if len(self._metrics) != len(metrics):
+            raise ValueError(f"every metric is declared once, got {len(metrics) - len(self._metrics)} twice")
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {m.name: 0 for m in metrics if m.kind is Kind.COUNTER}
+        self._gauges: dict[str, float | None] = {m.name: None for m in metrics if m.kind is Kind.GAUGE}
+        self._names = tuple(m.name for m in metrics if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the counters that ranks add up, in the order of ``summable_vector``."""
+        return self._names
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Grow a counter.
+
+        Raises:
+            ValueError: ``name`` is no declared counter, or ``amount`` is negative or not a number.
+        """
+        if not amount >= 0:
+            raise ValueError(f"a counter only grows, got name={name!r} amount={amount}")
+        self._check(name, Kind.COUNTER)
+        with self._lock:
+            self._counts[name] += amount
+
+    def set(self, name: str, value: float | None) -> None:
+        """Set a gauge; None takes its value away.
+
+        Raises:
+            ValueError: ``name`` is no declared gauge.
+        """
+        self._check(name, Kind.GAUGE)
+        with self._lock:
+            self._gauges[name] = value
+
+    def raise_to(self, name: str, value: float) -> None:
+        """Set a gauge to ``value`` unless it is higher already.
+
+        Raises:
+            ValueError: ``name`` is no declared gauge.
+        """
+        self._check(name, Kind.GAUGE)
+        with self._lock:
+            before = self._gauges[name]
+            self._gauges[name] = value if before is None else max(before, value)
+
+    def value(self, name: str) -> float | None:
+        """One number as it is now; None for a gauge that was never set.
+
+        Raises:
+            ValueError: ``name`` is not declared.
+        """
+        kind = self._metrics[name].kind if name in self._metrics else None
+        self._check(name, kind)
+        with self._lock:
+            return self._counts[name] if kind is Kind.COUNTER else self._gauges[name]
+
+    def snapshot(self) -> dict[str, float]:
+        """Every number at one moment, in the table's order; gauges that were never set are left out."""
+        with self._lock:
+            counts, gauges = dict(self._counts), dict(self._gauges)
+        return counts | {name: value for name, value in gauges.items() if value is not None}
+
+    def summable_vector(self) -> tuple[float, ...]:
+        """The counters named by ``names``, at one moment."""
+        with self._lock:
+            return tuple(float(self._counts[name]) for name in self._names)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: the counters."""
+        with self._lock:
+            return dict(self._counts)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint. Counters it does not know start at zero; others it names are ignored."""
+        with self._lock:
+            for name in self._counts:
+                self._counts[name] = state.get(name, 0)
+
+    def _check(self, name: str, kind: Kind | None) -> None:
+        metric = self._metrics.get(name)
+        if metric is None:
+            nearest = difflib.get_close_matches(name, self._metrics, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "declare it in telemetry/metrics.py"
+            raise ValueError(f"a metric must be declared, got name={name!r}; {hint}")
+        if metric.kind is not kind:
+            verb = "add to" if metric.kind is Kind.COUNTER else "set"
+            raise ValueError(f"{name!r} is a {metric.kind}; {verb} it instead")
+
+
+SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
+
+_SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
+_SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
+_GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedMetrics:
+    """One view of all ranks."""
+
+    values: Mapping[str, float]
+    """By metric name; gauges that no rank has set are left out."""
+    per_rank: Mapping[str, tuple[float | None, ...]]
+    """Gauges by rank; None where a rank has not set one."""
+    activity_ns: Mapping[Activity, int]
+    """Added up over ranks."""
+
+
+def vector_length(world_size: int) -> int:
+    """How many numbers every rank contributes."""
+    return len(_SUMMED) + len(Activity) + len(_GAUGES) * world_size
+
+
+def encode(
+    numbers: Mapping[str, float], activity_ns: Mapping[Activity, int], *, rank: int, world_size: int
+) -> tuple[float, ...]:
+    """One rank's contribution. ``numbers`` is a ``Counters.snapshot()``; an unset gauge travels as NaN."""
+    slots = [0.0] * (len(_GAUGES) * world_size)
+    for index, metric in enumerate(_GAUGES):
+        slots[index * world_size + rank] = numbers.get(metric.name, math.nan)
+    return (
+        *(float(numbers[name]) for name in _SUMMED),
+        *(float(activity_ns[activity]) for activity in Activity),
+        *slots,
+    )
+
+
+def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size: int) -> MergedMetrics:
+    """Read the element-wise sum of all ranks' contributions; ``numbers`` gives what is the same on every rank.
+
+    Raises:
+        ValueError: the vector was not made for ``world_size`` ranks.
+    """
+    if len(vector) != vector_length(world_size):
+        raise ValueError(
+            f"the merged vector has {vector_length(world_size)} entries for {world_size} ranks, got {len(vector)}; "
+            "all ranks must run the same release"
+        )
+    values = dict(zip(_SUMMED, vector, strict=False)) | {name: numbers[name] for name in _SAME}
+    begin = len(_SUMMED) + len(Activity)
+    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(_SUMMED) : begin], strict=True)}
+    per_rank: dict[str, tuple[float | None, ...]] = {}
+    for index, metric in enumerate(_GAUGES):
+        start = begin + index * world_size
+        slots = tuple(None if math.isnan(slot) else slot for slot in vector[start : start + world_size])
+        per_rank[metric.name] = slots
+        merged = _merge_gauge(metric, [slot for slot in slots if slot is not None])
+        if merged is not None:
+            values[metric.name] = merged
+    return MergedMetrics(values, per_rank, activity_ns)
+
+
+def _merge_gauge(metric: Metric, present: Sequence[float]) -> float | None:
+    if not present:
+        return None
+    match metric.merge:
+        case Merge.SUM:
+            return sum(present)
+        case Merge.MIN:
+            return min(present)
+        case Merge.MAX | Merge.SAME:
+            return max(present)

@@ -19,7 +19,7 @@ from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys, is_foreign
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.handover import BucketHandover
 from swift_stage2.weights.proof import give_up, prove_server

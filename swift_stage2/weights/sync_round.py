@@ -22,7 +22,7 @@ from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.process.round_watch import RoundWatch
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.handover import BucketHandover

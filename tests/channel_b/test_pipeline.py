@@ -36,8 +36,8 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
-from swift_stage2.telemetry import AuditLog
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 from swift_stage2.telemetry.ledger_account import account_of
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from swift_stage2.collectives import NoteBoard, SingleRank
-from swift_stage2.telemetry.clock_alignment import align_clocks
-from swift_stage2.telemetry.spans import ClockOffset
+from swift_stage2.telemetry.trace import ClockOffset, align_clocks
 
 PATIENCE_S = 20.0
 
@@ -21,33 +19,25 @@ class Room:
         self.barrier = threading.Barrier(world_size)
         self.texts = [""] * world_size
 
+    def meet(self) -> int:
+        return self.barrier.wait(PATIENCE_S)
 
-class ThreadRank(SingleRank):
-    def __init__(self, room: Room, rank: int) -> None:
-        self.notes = NoteBoard()
-        self._room, self.rank = room, rank
-
-    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
-        self._room.barrier.wait(PATIENCE_S)
-        return tuple(values)
-
-    def gather(self, text: str) -> tuple[str, ...]:
-        self._room.texts[self.rank] = text
-        self._room.barrier.wait(PATIENCE_S)
-        texts = tuple(self._room.texts)
-        self._room.barrier.wait(PATIENCE_S)
+    def gather(self, rank: int, text: str) -> tuple[str, ...]:
+        self.texts[rank] = text
+        self.meet()
+        texts = tuple(self.texts)
+        self.meet()
         return texts
+
+    def align(self, rank: int, ahead_ns: int = 0) -> ClockOffset:
+        return align_clocks(self.meet, partial(self.gather, rank), lambda: time.time_ns() + ahead_ns)
 
 
 def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
     ahead_ns = [0, 3600 * 10**9, -5 * 10**9]
     room = Room(len(ahead_ns))
-
-    def align(rank: int) -> ClockOffset:
-        return align_clocks(ThreadRank(room, rank), lambda: time.time_ns() + ahead_ns[rank])
-
     with ThreadPoolExecutor(len(ahead_ns)) as pool:
-        offsets = list(pool.map(align, range(len(ahead_ns))))
+        offsets = list(pool.map(room.align, range(len(ahead_ns)), ahead_ns))
     for offset, ahead in zip(offsets, ahead_ns, strict=True):
         assert abs(offset.offset_ns - ahead) <= offset.uncertainty_ns < PATIENCE_S * 10**9
     assert offsets[0].offset_ns == 0
@@ -57,13 +47,9 @@ def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
 def test_ranks_that_share_a_clock_are_not_moved() -> None:
     """However late one of them is: who enters last spends the least time inside, who waits the most."""
     room = Room(2)
-
-    def align(rank: int) -> ClockOffset:
-        return align_clocks(ThreadRank(room, rank))
-
     for _ in range(20):
         with ThreadPoolExecutor(2) as pool:
-            offsets = list(pool.map(align, (0, 1)))
+            offsets = list(pool.map(room.align, (0, 1)))
         assert [offset.correction_ns for offset in offsets] == [0, 0]
 
 
@@ -74,4 +60,4 @@ def test_an_offset_within_its_uncertainty_corrects_nothing() -> None:
 
 
 def test_a_single_rank_is_its_own_clock() -> None:
-    assert align_clocks(SingleRank()).offset_ns == 0
+    assert Room(1).align(0, 5).offset_ns == 0

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.metrics import METRICS, Kind, Merge, Metric
+from swift_stage2.telemetry.metrics import METRICS, Counters, Kind, Merge, Metric
 
 
 def test_a_misspelt_name_raises_and_names_the_nearest() -> None:

@@ -10,8 +10,7 @@ import pytest
 from ledger_run import LedgerRun
 from small_disk import SmallDisk
 
-from swift_stage2.telemetry import AuditLog
-from swift_stage2.telemetry.audit import GAP, read_audit
+from swift_stage2.telemetry.audit import GAP, AuditLog, read_audit
 from swift_stage2.telemetry.ledger_account import account_of
 
 

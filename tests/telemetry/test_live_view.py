@@ -10,10 +10,9 @@ from rich.console import Console
 from run_facts import PLAN_A, PLAN_B, pack, round_outcome, skipped, step
 from terminal import Terminal
 
-from swift_stage2.telemetry.counters import Counters
 from swift_stage2.telemetry.live_state import LastEvaluation, LastRound, LiveState, LiveTracker
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
-from swift_stage2.telemetry.merging import MergedMetrics
+from swift_stage2.telemetry.metrics import Counters, MergedMetrics
 
 STATE = LiveState(
     step=120,

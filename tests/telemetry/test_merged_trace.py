@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.merged_trace import merge_traces, trace_files, write_trace
-from swift_stage2.telemetry.spans import Trace
-from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.telemetry.audit import StorageWarning
+from swift_stage2.telemetry.trace import Trace, merge_traces, trace_files, write_trace
 
 
 def save(run_dir: Path, rank: int, name: str) -> None:

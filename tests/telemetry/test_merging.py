@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.merging import MergedMetrics, decode, encode, vector_length
-from swift_stage2.telemetry.metrics import METRICS, Kind, Merge
+from swift_stage2.telemetry.metrics import (
+    METRICS,
+    Counters,
+    Kind,
+    Merge,
+    MergedMetrics,
+    decode,
+    encode,
+    vector_length,
+)
 
 GAUGES = [metric for metric in METRICS if metric.kind is Kind.GAUGE]
 SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric.merge is Merge.SUM]

@@ -9,8 +9,8 @@ from swift_stage2.channel_b.ready_queue import DropReason as QueueDropReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.chart_layout import LAYOUT
 from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS
+from swift_stage2.telemetry.tensorboard import LAYOUT
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "metrics.md"
 

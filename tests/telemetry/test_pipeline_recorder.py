@@ -11,12 +11,13 @@ from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.rollout_client import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.row_origins import RowOrigin
-from swift_stage2.telemetry import AuditLog, Counters, PipelineRecorder, Trace
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.audit import read_audit
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.audit import AuditLog, read_audit
+from swift_stage2.telemetry.ledger import Ledger, RunRecord
 from swift_stage2.telemetry.match_log import MatchLog
-from swift_stage2.telemetry.run_record import RunRecord
+from swift_stage2.telemetry.metrics import Counters
+from swift_stage2.telemetry.recorders import PipelineRecorder
+from swift_stage2.telemetry.trace import Trace
 
 PATIENCE_S = 10.0
 

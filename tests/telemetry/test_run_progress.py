@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from telemetry.run_facts import pack, round_outcome, step
 
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-from swift_stage2.telemetry import Telemetry
 from swift_stage2.telemetry.audit import AuditLog, audit_path
-from swift_stage2.telemetry.run_progress import AuditTail, RunProgress
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_state import AuditTail, RunProgress
 
 RUN_B = StepPlan(Channel.B)
 SKIPPED = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)

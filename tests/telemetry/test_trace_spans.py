@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from small_disk import SmallDisk
 
-from swift_stage2.telemetry.spans import ClockOffset, Trace
-from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.telemetry.audit import StorageWarning
+from swift_stage2.telemetry.trace import ClockOffset, Trace
 
 
 class Ticks:
