@@ -23,7 +23,6 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
@@ -57,6 +56,7 @@ from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
+from swift_stage2.records import Pack, Sample
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import ControlGroup
@@ -23,6 +22,7 @@ from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.records import Pack, RoundOutcome, StepRecord
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
@@ -32,7 +32,7 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weights.sync_round import RoundOutcome, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +47,6 @@ class StepDecision:
     plan: StepPlan
     packs: tuple[Pack, ...]
     stop: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step as this rank saw it, for the audit and the metrics."""
-
-    step: int
-    plan: StepPlan
-    version: int
-    version_lag: int | None  # of the oldest pack trained; None on channel A
-    queue_depth: int
-    infer_in_flight: int
-    round_pending: bool
-    plan_seconds: float
-    packs: tuple[Pack, ...]
 
 
 class LearnerEvents(Protocol):

@@ -22,15 +22,24 @@ from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.prompt_mismatch import misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
-from swift_stage2.channel_b.row_origins import RowOrigin
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.process.standing import Standing
+from swift_stage2.records import (
+    BatchOutcome,
+    Pack,
+    QuarantineReason,
+    Rollout,
+    RowOrigin,
+    Sample,
+    SampleKey,
+    Segment,
+    Target,
+)
 from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
@@ -53,15 +62,6 @@ _WORDS = {
 _MOST_MISREAD = (
     64  # asked once more with one that was not, so that a server which misreads all is told by few
 )
-
-
-class QuarantineReason:
-    """Prefixes of quarantine messages, so that the audit can be grouped."""
-
-    SAMPLE = "bad_sample"
-    PROMPT = "prompt_mismatch"
-    ROLLOUT = "poisonous_request"
-    TOO_SLOW = "too_slow"
 
 
 @dataclass(frozen=True, slots=True)

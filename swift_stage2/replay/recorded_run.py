@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.records import SampleKey, VersionSpan
 from swift_stage2.errors import UserError
+from swift_stage2.records import SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.audit import Record, read_audit
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, read_ledger, record_path

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
-from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
 from swift_stage2.telemetry.ledger import Ledger, RunRecord, ledger_path, record_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
@@ -112,7 +112,7 @@ class Telemetry:
             text = json.dumps(to_json(settings), indent=2)
             self._board.write_text(f"{PREFIX}settings", f"```json\n{text}\n```")
 
-    def record_step(self, facts: StepFacts) -> None:
+    def record_step(self, facts: StepRecord) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
         self._recorder.step(facts)
         self._unused_b.step(facts)
@@ -128,7 +128,7 @@ class Telemetry:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
         self.record.losses(step, losses)
 
-    def record_round(self, step: int, outcome: RoundFacts, pending_seconds: float = 0.0) -> None:
+    def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
         self._recorder.round(step, outcome, pending_seconds)
         self._unused_b.round(outcome)
@@ -141,7 +141,7 @@ class Telemetry:
                 )
         self._show()
 
-    def record_evaluation(self, facts: EvaluationFacts) -> None:
+    def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         values = self.evaluation.ended(facts)
         self._tracker.evaluation(facts)

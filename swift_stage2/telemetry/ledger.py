@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
+from swift_stage2.records import Pack, Rollout, SampleKey, Segment, StepRecord
 from swift_stage2.telemetry.audit import GAP, AuditLog, Record, is_empty_gap, record_of
-from swift_stage2.telemetry.facts import KeyFacts, PackFacts, RolloutFacts, SegmentFacts, StepFacts
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
 
 
@@ -83,29 +83,29 @@ class Ledger:
             state=state,
         )
 
-    def drawn(self, keys: Sequence[KeyFacts]) -> None:
+    def drawn(self, keys: Sequence[SampleKey]) -> None:
         """The source gave out these samples, new or returned."""
         self._log.write(Entry.DRAWN, samples=_entries(keys))
 
     def read(
-        self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
     ) -> None:
         """Rows and images of drawn samples were read; one entry per sample."""
         self._log.write(
             Entry.READ, samples=_entries(keys), num_objects=list(num_objects), num_pixels=list(num_pixels)
         )
 
-    def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         """A POST asks ``server``, which holds ``version``, for one rollout each."""
         self._log.write(Entry.SENT, samples=_entries(keys), server=server, seed=seed, version=version)
 
-    def finished(self, keys: Sequence[KeyFacts], *, server: str, end: str, seconds: float) -> None:
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """That POST ended."""
         self._log.write(
             Entry.FINISHED, samples=_entries(keys), server=server, end=end, seconds=round(seconds, 4)
         )
 
-    def matched(self, segment: SegmentFacts) -> None:
+    def matched(self, segment: Segment) -> None:
         """A rollout became a segment."""
         self._log.write(
             Entry.MATCHED,
@@ -116,7 +116,7 @@ class Ledger:
             quality=segment.quality,
         )
 
-    def packed(self, pack: PackFacts) -> None:
+    def packed(self, pack: Pack) -> None:
         """Segments became a pack; called before the pack can be trained or dropped."""
         self._log.write(
             Entry.PACKED,
@@ -127,15 +127,15 @@ class Ledger:
             capacity_tokens=pack.capacity_tokens,
         )
 
-    def returned(self, keys: Sequence[KeyFacts], reason: str) -> None:
+    def returned(self, keys: Sequence[SampleKey], reason: str) -> None:
         """Samples came back untrained."""
         self._log.write(Entry.RETURNED, samples=_entries(keys), reason=reason)
 
-    def trained(self, keys: Sequence[KeyFacts], *, pack_id: str, step: int, version: int) -> None:
+    def trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """``step`` takes a pack, under the weights ``version``."""
         self._log.write(Entry.TRAINED, samples=_entries(keys), pack_id=pack_id, step=step, version=version)
 
-    def quarantined(self, key: KeyFacts, reason: str, message: str) -> None:
+    def quarantined(self, key: SampleKey, reason: str, message: str) -> None:
         """A sample is given up."""
         self._log.write(Entry.QUARANTINED, samples=_entries([key]), reason=reason, message=message)
 
@@ -205,7 +205,7 @@ def _parse(line: bytes) -> Record:
     return {"kind": GAP, "records_lost": 1}
 
 
-def _entries(keys: Sequence[KeyFacts]) -> list[list[int]]:
+def _entries(keys: Sequence[SampleKey]) -> list[list[int]]:
     return [[key.epoch, key.position, key.index, key.attempt] for key in keys]
 
 
@@ -252,7 +252,7 @@ class RunRecord:
             surroundings=surroundings,
         )
 
-    def completion(self, rollout: RolloutFacts) -> None:
+    def completion(self, rollout: Rollout) -> None:
         """A server answered; called before the rollout becomes a segment."""
         key = rollout.sample.key
         self._log.write(
@@ -264,7 +264,7 @@ class RunRecord:
             spans=[[span.version, span.start, span.end] for span in rollout.spans],
         )
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepRecord) -> None:
         """A step's plan is made; ``version`` tells which round was the last one committed before it."""
         self._log.write(RecordEntry.STEP, step=facts.step, channel=facts.plan.channel, version=facts.version)
 

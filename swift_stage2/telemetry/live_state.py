@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.audit import Record, audit_path, record_of
-from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
 from swift_stage2.telemetry.metrics import MergedMetrics
 from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
@@ -94,7 +94,7 @@ class LiveTracker:
         self._last_step_s: float | None = None
         self._last_merge: tuple[float, float] | None = None
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepRecord) -> None:
         """Take in one step."""
         state, reason = self.state, facts.plan.skip_reason
         self.state = replace(
@@ -131,7 +131,7 @@ class LiveTracker:
         """Take in the loss that was logged last."""
         self.state = replace(self.state, loss=loss)
 
-    def round(self, step: int, outcome: RoundFacts) -> None:
+    def round(self, step: int, outcome: RoundOutcome) -> None:
         """Take in a round that has ended."""
         reports = outcome.reports.values()
         num_proven = sum(report.proven for report in reports)
@@ -144,7 +144,7 @@ class LiveTracker:
         )
         self.state = replace(self.state, last_round=last)
 
-    def evaluation(self, facts: EvaluationFacts) -> None:
+    def evaluation(self, facts: EvaluationRecord) -> None:
         """Take in an evaluation that has ended."""
         counts = facts.counts
         last = LastEvaluation(

@@ -15,21 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swift_stage2.records import ObjectDropReason, QuarantineReason
+from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
 
 PREFIX = "stage2_ab/"
 
-# Declared here because telemetry stands below the modules that own these reasons; a test compares them.
-PARSE_DROP_REASONS = (
-    "not_an_object",
-    "unexpected_key",
-    "missing_box",
-    "wrong_arity",
-    "invalid_box",
-    "missing_label",
-)
-SKIP_REASONS = ("not_enough_packs", "truncation_guard", "servers_suspect", "pipeline_failed")
-QUARANTINE_REASONS = ("bad_sample", "prompt_mismatch", "poisonous_request", "too_slow")
 STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
 
 
@@ -95,7 +86,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("b_steps_run", "steps that trained on channel B", None, Merge.SAME),
     *_family(
         "b_steps_skipped",
-        SKIP_REASONS,
+        SkipReason,
         "wanted B steps that ran channel A",
         "async/skipped/{}_total",
         Merge.SAME,
@@ -110,9 +101,9 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
     _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
-    *_family("samples_quarantined", QUARANTINE_REASONS, "samples given up", None, Merge.SUM),
+    *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
-    *_family("objects_dropped", PARSE_DROP_REASONS, "objects dropped", "parse/dropped/{}", Merge.SUM),
+    *_family("objects_dropped", ObjectDropReason, "objects dropped", "parse/dropped/{}", Merge.SUM),
     _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),

@@ -13,21 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from swift_stage2.records import (
+    BatchOutcome,
+    EvaluationRecord,
+    MatchQuality,
+    Pack,
+    Rollout,
+    RoundOutcome,
+    RowOrigin,
+    SampleKey,
+    Segment,
+    StepRecord,
+    Target,
+)
 from swift_stage2.telemetry.activity import ActivityClock, IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.facts import (
-    BatchFacts,
-    EvaluationFacts,
-    KeyFacts,
-    OriginFacts,
-    PackFacts,
-    QualityFacts,
-    RolloutFacts,
-    RoundFacts,
-    SegmentFacts,
-    StepFacts,
-    TargetFacts,
-)
 from swift_stage2.telemetry.ledger import Ledger, RunRecord
 from swift_stage2.telemetry.match_log import MatchLog
 from swift_stage2.telemetry.metrics import PREFIX, Counters
@@ -50,7 +50,7 @@ class UnusedB:
         self._skips: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepRecord) -> None:
         """Take in one step."""
         plan = facts.plan
         self._num_wanted += plan.wanted_b
@@ -58,7 +58,7 @@ class UnusedB:
         if plan.skip_reason is not None:
             self._skips[str(plan.skip_reason)] += 1
 
-    def round(self, outcome: RoundFacts) -> None:
+    def round(self, outcome: RoundOutcome) -> None:
         """Take in a sync round that has ended."""
         self._num_rounds += 1
         self._num_proven += any(report.proven for report in outcome.reports.values())
@@ -122,7 +122,7 @@ class StepRecorder:
         """The clock now holds the time of earlier processes, which their own records have told."""
         self._told_ns = self._clock.totals_ns()
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepRecord) -> None:
         """One step, when its plan is made."""
         self._count(facts)
         if self._b_enabled:
@@ -147,7 +147,7 @@ class StepRecorder:
             activity_ns={activity: ns for activity, ns in spent.items() if ns},
         )
 
-    def round(self, step: int, outcome: RoundFacts, pending_seconds: float) -> None:
+    def round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None:
         """One sync round that has ended; it is committed iff a server was proven."""
         num_failed = sum(not report.proven for report in outcome.reports.values())
         committed = num_failed < len(outcome.reports)
@@ -166,7 +166,7 @@ class StepRecorder:
             servers=dict(outcome.reports),
         )
 
-    def _count(self, facts: StepFacts) -> None:
+    def _count(self, facts: StepRecord) -> None:
         add, plan = self._counters.add, facts.plan
         add("steps")
         add("b_steps_wanted", int(plan.wanted_b))
@@ -178,7 +178,7 @@ class StepRecorder:
         add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
         add("stage_seconds/plan", facts.plan_seconds)
 
-    def _gauge(self, facts: StepFacts) -> None:
+    def _gauge(self, facts: StepRecord) -> None:
         self._counters.set("queue_depth", facts.queue_depth)
         self._counters.set("ver_current", facts.version)
         self._counters.set("sync_pending", int(facts.round_pending))
@@ -224,7 +224,7 @@ class PipelineRecorder:
         """Seconds since the last segment or pack was made, or since the start."""
         return self._now_s() - self._last_progress_s
 
-    def batch(self, outcome: BatchFacts, seconds: float) -> None:
+    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
         self._stage("rollout", seconds)
         self._counters.add("rollouts_received", len(outcome.rollouts))
@@ -246,7 +246,7 @@ class PipelineRecorder:
             self._record.completion(rollout)
 
     def read(
-        self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
     ) -> None:
         """Rows and images of drawn samples were read."""
         self._ledger.read(keys, num_objects=num_objects, num_pixels=num_pixels)
@@ -271,18 +271,18 @@ class PipelineRecorder:
                 if self._num_posts_out == 0:
                     self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
 
-    def matched(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """What became of a rollout whose segment was just told; ``space`` is that of the boxes, width and height."""
         self._matches.training(rollout, target, space)
 
-    def segment(self, segment: SegmentFacts, seconds: float) -> None:
+    def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment: parsed, matched, corrected and encoded."""
         self._stage("prepare", seconds)
         self._last_progress_s = self._now_s()
         self._count_quality(segment.quality)
         self._ledger.matched(segment)
 
-    def pack(self, pack: PackFacts, seconds: float) -> None:
+    def pack(self, pack: Pack, seconds: float) -> None:
         """One pack was collated and is about to be offered to the queue."""
         self._stage("pack", seconds)
         self._last_progress_s = self._now_s()
@@ -292,16 +292,16 @@ class PipelineRecorder:
         self._counters.add("tokens_capacity", pack.capacity_tokens)
         self._ledger.packed(pack)
 
-    def dropped(self, pack: PackFacts, reason: str) -> None:
+    def dropped(self, pack: Pack, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
         self._counters.add(f"packs_{reason}")
 
-    def stale_segment(self, segment: SegmentFacts) -> None:
+    def stale_segment(self, segment: Segment) -> None:
         """A segment went stale before it was packed."""
         self._counters.add("segments_dropped_stale")
 
-    def quarantined(self, key: object, reason: str, message: str, origin: OriginFacts | None = None) -> None:
-        """A sample was given up; ``reason`` is one of ``QUARANTINE_REASONS``. The first few are logged."""
+    def quarantined(self, key: object, reason: str, message: str, origin: RowOrigin | None = None) -> None:
+        """A sample was given up; ``reason`` is a ``QuarantineReason``. The first few are logged."""
         self._counters.add(f"samples_quarantined/{reason}")
         self._counters.add("samples_quarantined")
         place = {"file": origin.file, "line": origin.line, "images": origin.images} if origin else {}
@@ -317,7 +317,7 @@ class PipelineRecorder:
             end_ns = self._trace.now_ns()
             self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
 
-    def _count_quality(self, quality: QualityFacts) -> None:
+    def _count_quality(self, quality: MatchQuality) -> None:
         add = self._counters.add
         add("rollouts_prepared")
         add("rollouts_truncated", quality.num_truncated)
@@ -339,11 +339,11 @@ class EvaluationRecorder:
         self._matches = matches
         self._versions: dict[str, int] = {}  # of the POST that each server is asked; a lane has one at a time
 
-    def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         """A POST begins."""
         self._versions[server] = version
 
-    def finished(self, keys: Sequence[KeyFacts], *, server: str, end: str, seconds: float) -> None:
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It is over; its ticket is still held."""
         self._audit.write(
             "post",
@@ -355,7 +355,7 @@ class EvaluationRecorder:
             rows=[key.index for key in keys],
         )
 
-    def matched(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A sample was answered; ``space`` is that of the boxes, width and height."""
         self._matches.evaluation(rollout, target, space)
 
@@ -363,7 +363,7 @@ class EvaluationRecorder:
         """Row ``index`` of the validation set counts as failed."""
         self._audit.write("evaluation_failure", row=index, message=message)
 
-    def ended(self, facts: EvaluationFacts) -> dict[str, float]:
+    def ended(self, facts: EvaluationRecord) -> dict[str, float]:
         """One evaluation, summed over ranks; returns its scalars by full tag."""
         counts = facts.counts
         self._audit.write(

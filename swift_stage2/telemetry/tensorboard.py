@@ -21,16 +21,15 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from swift_stage2.records import ObjectDropReason
+from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.audit import StorageWarning
-from swift_stage2.telemetry.facts import PlanFacts
 from swift_stage2.telemetry.metrics import (
     EVALUATION_TAGS,
     METRICS,
-    PARSE_DROP_REASONS,
     PREFIX,
     RATIOS,
-    SKIP_REASONS,
     STAGES,
     MergedMetrics,
     Ratio,
@@ -49,7 +48,7 @@ LAYOUT: dict[str, Charts] = {
         "debt": ("async/b_debt",),
         "skipped by reason": (
             "async/b_steps_skipped_total",
-            *(f"async/skipped/{reason}_total" for reason in SKIP_REASONS),
+            *(f"async/skipped/{reason}_total" for reason in SkipReason),
         ),
     },
     "Queue and freshness": {
@@ -63,7 +62,7 @@ LAYOUT: dict[str, Charts] = {
         "packs": ("async/drop_stale_total", "async/drop_oldest_total"),
         "samples and rollouts": ("async/quarantined_total", "async/rollout_fail_total"),
         "rounds": ("async/sync_failed_total",),
-        "objects": tuple(f"parse/dropped/{reason}" for reason in PARSE_DROP_REASONS),
+        "objects": tuple(f"parse/dropped/{reason}" for reason in ObjectDropReason),
     },
     "Time by activity": {
         "learner": (*(f"time/learner_{activity}" for activity in Activity), "time/learner_wall"),
@@ -123,7 +122,7 @@ def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -
     return scalars | _schedule(merged.values) | _activities(merged.activity_ns)
 
 
-def scalars_of_plan(plan: PlanFacts) -> dict[str, float]:
+def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
     """What the plan of one step says; equal on every rank."""
     return {
         f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
@@ -151,7 +150,7 @@ def _schedule(values: Mapping[str, float]) -> dict[str, float]:
     return {
         f"{PREFIX}async/b_ratio_realized": values["b_steps_run"] / values["steps"],
         f"{PREFIX}async/b_debt": values["b_steps_wanted"] - values["b_steps_run"],
-        f"{PREFIX}async/b_steps_skipped_total": sum(values[f"b_steps_skipped/{why}"] for why in SKIP_REASONS),
+        f"{PREFIX}async/b_steps_skipped_total": sum(values[f"b_steps_skipped/{why}"] for why in SkipReason),
     }
 
 

@@ -21,16 +21,26 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
-from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
+from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
-from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
+from swift_stage2.channel_b.rollout_client import Terms
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.records import (
+    BatchOutcome,
+    Pack,
+    QuarantineReason,
+    Rollout,
+    RowOrigin,
+    Sample,
+    SampleKey,
+    Segment,
+    Target,
+)
 from swift_stage2.scheduling.outlook import INSTANT
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock

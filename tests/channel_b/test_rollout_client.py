@@ -26,13 +26,13 @@ from fake_rollout_server import (
     stamped,
 )
 
-from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
 from swift_stage2.fence import InferFence, TicketHolder
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 

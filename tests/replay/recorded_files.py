@@ -9,8 +9,7 @@ from typing import Any
 
 from ledger_run import LedgerRun
 
-from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.learner import StepRecord
+from swift_stage2.records import Rollout, Sample, SampleKey, StepRecord, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import RunRecord, record_path

@@ -3,9 +3,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from swift_stage2.channel_b.parsing import DropReason as ParseDropReason
-from swift_stage2.channel_b.pipeline import QuarantineReason
-from swift_stage2.channel_b.ready_queue import DropReason as QueueDropReason
+from swift_stage2.channel_b.ready_queue import DropReason
+from swift_stage2.records import ObjectDropReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
@@ -37,21 +36,8 @@ def declared_tags() -> set[str]:
     )
 
 
-def test_the_parser_s_reasons_are_declared() -> None:
-    assert tuple(ParseDropReason) == metrics.PARSE_DROP_REASONS
-
-
-def test_the_plan_s_reasons_are_declared() -> None:
-    assert tuple(SkipReason) == metrics.SKIP_REASONS
-
-
-def test_the_pipeline_s_quarantine_reasons_are_declared() -> None:
-    reasons = {value for name, value in vars(QuarantineReason).items() if name.isupper()}
-    assert set(metrics.QUARANTINE_REASONS) == reasons
-
-
 def test_the_queue_s_drop_reasons_are_declared() -> None:
-    assert {f"packs_{reason}" for reason in QueueDropReason} <= set(metrics.METRICS_BY_NAME)
+    assert {f"packs_{reason}" for reason in DropReason} <= set(metrics.METRICS_BY_NAME)
 
 
 def test_no_two_numbers_share_a_tag() -> None:
@@ -72,8 +58,8 @@ def test_the_document_lists_every_tag_and_no_other() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), flags=re.MULTILINE)
     listed = {row for row in rows if "/" in row}
     families = {
-        "async/skipped/<reason>_total": metrics.SKIP_REASONS,
-        "parse/dropped/<reason>": metrics.PARSE_DROP_REASONS,
+        "async/skipped/<reason>_total": tuple(SkipReason),
+        "parse/dropped/<reason>": tuple(ObjectDropReason),
         "time/<stage>": metrics.STAGES,
         "time/learner_<activity>": tuple(Activity),
     }

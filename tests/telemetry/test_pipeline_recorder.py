@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.channel_b.records import SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.channel_b.row_origins import RowOrigin
+from swift_stage2.records import BatchOutcome, PostFailure, RowOrigin, SampleKey
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog, read_audit
 from swift_stage2.telemetry.ledger import Ledger, RunRecord

@@ -8,11 +8,11 @@ import pytest
 from telemetry.run_facts import PLAN_A, PLAN_B, skipped, step
 
 from swift_stage2.launch.run_end import describe_end
+from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.weights.sync_round import RoundOutcome, ServerReport
 
 _NO_ROUTE = "http://a:1: the weight group did not form"
 
