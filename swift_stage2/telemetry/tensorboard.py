@@ -16,10 +16,9 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tensorboard.util.tensor_util import make_tensor_proto
+from torch.utils.tensorboard.summary import custom_scalars
 
 from swift_stage2.records import ObjectDropReason
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
@@ -88,24 +87,12 @@ LAYOUT: dict[str, Charts] = {
 
 
 def layout_summary() -> Summary:
-    """The layout as TensorBoard stores it."""
-    categories = [
-        layout_pb2.Category(title=title, chart=[_chart(name, tags) for name, tags in charts.items()])
+    """The layout as TensorBoard stores it; the page takes regular expressions."""
+    exact = {
+        title: {name: ["Multiline", [f"^{PREFIX}{tag}$" for tag in tags]] for name, tags in charts.items()}
         for title, charts in LAYOUT.items()
-    ]
-    layout = layout_pb2.Layout(category=categories)
-    # tensorboard's own function for this summary needs TensorFlow.
-    value = Summary.Value(
-        tag=metadata.CONFIG_SUMMARY_TAG,
-        metadata=metadata.create_summary_metadata(),
-        tensor=make_tensor_proto(layout.SerializeToString()),
-    )
-    return Summary(value=[value])
-
-
-def _chart(title: str, tags: Sequence[str]) -> layout_pb2.Chart:
-    exact = [f"^{PREFIX}{tag}$" for tag in tags]  # the page takes regular expressions
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=exact))
+    }
+    return custom_scalars(exact)  # type: ignore[no-untyped-call]
 
 
 def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
