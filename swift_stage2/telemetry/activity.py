@@ -72,20 +72,14 @@ class IntervalClock(Generic[ActivityT]):
             self._begin(self._current)
 
     def totals_ns(self) -> dict[ActivityT, int]:
-        """Nanoseconds per activity until now. Their sum is the wall time exactly."""
-        with self._lock:
-            self._count()
-            return dict(self._total_ns)
+        """Nanoseconds per activity until now."""
+        return self.read_ns()[0]
 
     def read_ns(self) -> tuple[dict[ActivityT, int], int]:
-        """``totals_ns`` and the wall time of the same moment, whoever switches meanwhile."""
+        """Nanoseconds per activity until now, and the wall time of the same moment, which is exactly their sum."""
         with self._lock:
             self._count()
             return dict(self._total_ns), self._since_ns - self._started_ns
-
-    def seconds(self) -> dict[ActivityT, float]:
-        """``totals_ns`` in seconds."""
-        return {activity: total / NANOSECONDS for activity, total in self.totals_ns().items()}
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps; time between two processes of a run belongs to no activity."""
@@ -109,9 +103,6 @@ class IntervalClock(Generic[ActivityT]):
         now = self._now_ns()
         self._total_ns[self._current] += now - self._since_ns
         self._since_ns = now
-
-
-__all__ = ["NANOSECONDS", "Activity", "ActivityClock", "PipelineActivity"]
 
 
 class Activity(StrEnum):

@@ -183,13 +183,13 @@ class Telemetry:
 
         Returns the scalars by full tag, equal on every rank.
         """
-        numbers, activity_ns = self._read_gauges(), self.clock.totals_ns()
+        numbers, (activity_ns, wall_ns) = self._read_gauges(), self.clock.read_ns()
         mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
         merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
         values = scalars_of_merge(merged, self._window_start)
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
-        self._audit_metrics(step, numbers, activity_ns, epoch)
+        self._audit_metrics(step, numbers, activity_ns, wall_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
@@ -220,7 +220,7 @@ class Telemetry:
             return
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
-        self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
+        self._audit_metrics(None, self.counters.snapshot(), *self.clock.read_ns(), None)
         if self.unused_b:
             self.audit.write("unused_b", cause=self.unused_b)
         self.audit.close()
@@ -246,23 +246,21 @@ class Telemetry:
         step: int | None,
         numbers: Mapping[str, float],
         activity_ns: Mapping[Activity, int],
+        wall_ns: int,
         epoch: float | None,
     ) -> None:
+        pipeline: dict[str, Any] = {}
+        if self._queue_limit is not None:
+            pipeline["pipeline_ns"], pipeline["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
         self.audit.write(
             "metrics",
             step=step,
             epoch=epoch,
             numbers=numbers,
             activity_ns=activity_ns,
-            wall_ns=self.clock.wall_ns,
-            **self._pipeline_time(),
+            wall_ns=wall_ns,
+            **pipeline,
         )
-
-    def _pipeline_time(self) -> dict[str, Any]:
-        if self._queue_limit is None:
-            return {}
-        pipeline_ns, wall_ns = self.pipeline.clock.read_ns()
-        return {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
 
     def _flush_plans(self) -> None:
         assert self._board is not None

@@ -18,6 +18,8 @@ from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
 _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
 _NUM_WARNINGS = 3
+_NUM_CHANNELS = 20
+_RATE_WINDOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,32 @@ class LiveState:
     last_evaluation: LastEvaluation | None = None
     warnings: tuple[str, ...] = ()
 
+    def after_step(
+        self,
+        step: int,
+        channel: str,
+        skip_reason: str | None,
+        version: int,
+        version_lag: int | None,
+        round_pending: bool,
+    ) -> LiveState:
+        """One more step has begun."""
+        return replace(
+            self,
+            step=step + 1,
+            channel=str(channel),
+            num_b_run=self.num_b_run + (channel == "B"),
+            num_b_skipped=self.num_b_skipped + (skip_reason is not None),
+            skip_reason=self.skip_reason if skip_reason is None else str(skip_reason),
+            version=version,
+            version_lag=self.version_lag if version_lag is None else version_lag,
+            round_pending=round_pending,
+        )
+
+    def with_warning(self, message: str) -> LiveState:
+        """One more warning; the newest few are kept."""
+        return replace(self, warnings=(*self.warnings, message)[-_NUM_WARNINGS:])
+
     @property
     def eta_s(self) -> float | None:
         """Seconds to the end at the present pace."""
@@ -83,6 +111,27 @@ class LiveState:
         return min((depth for depth in self.queue_depths if depth is not None), default=None)
 
 
+class _Pace:
+    """A moving average of the seconds between steps."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self._average: float | None = None
+
+    def step(self, now_s: float) -> float | None:
+        """Another step begins; None until there were two."""
+        before, self._last_s = self._last_s, now_s
+        if before is not None and now_s > before:
+            seconds = now_s - before
+            average = seconds if self._average is None else self._average
+            self._average = average + _SMOOTHING * (seconds - average)
+        return self._average
+
+    def pause(self) -> None:
+        """What passes until the next step is no step's time."""
+        self._last_s = None
+
+
 class LiveTracker:
     """Holds the present ``LiveState`` and the few sums behind it."""
 
@@ -91,24 +140,16 @@ class LiveTracker:
     ) -> None:
         self.state = LiveState(total_steps=total_steps, b_enabled=b_enabled)
         self._now_s = now_s
-        self._last_step_s: float | None = None
+        self._pace = _Pace()
         self._last_merge: tuple[float, float] | None = None
 
     def step(self, facts: StepRecord) -> None:
         """Take in one step."""
-        state, reason = self.state, facts.plan.skip_reason
-        self.state = replace(
-            state,
-            step=facts.step + 1,
-            seconds_per_step=self._pace(),
-            channel=str(facts.plan.channel),
-            num_b_run=state.num_b_run + (facts.plan.channel == "B"),
-            num_b_skipped=state.num_b_skipped + (reason is not None),
-            skip_reason=state.skip_reason if reason is None else str(reason),
-            version=facts.version,
-            version_lag=state.version_lag if facts.version_lag is None else facts.version_lag,
-            round_pending=facts.round_pending,
+        plan = facts.plan
+        self.state = self.state.after_step(
+            facts.step, plan.channel, plan.skip_reason, facts.version, facts.version_lag, facts.round_pending
         )
+        self.state = replace(self.state, seconds_per_step=self._pace.step(self._now_s()))
 
     def merge(self, merged: MergedMetrics, *, epoch: float | None) -> None:
         """Take in the numbers of all ranks."""
@@ -133,14 +174,12 @@ class LiveTracker:
 
     def round(self, step: int, outcome: RoundOutcome) -> None:
         """Take in a round that has ended."""
-        reports = outcome.reports.values()
-        num_proven = sum(report.proven for report in reports)
         last = LastRound(
             step=step,
             version=outcome.version,
             seconds=outcome.seconds,
-            num_proven=num_proven,
-            num_servers=len(reports),
+            num_proven=len(outcome.proven),
+            num_servers=len(outcome.reports),
         )
         self.state = replace(self.state, last_round=last)
 
@@ -157,22 +196,8 @@ class LiveTracker:
         self.state = replace(self.state, last_evaluation=last)
 
     def warning(self, message: str) -> None:
-        """Keep the newest few."""
-        self.state = replace(self.state, warnings=(*self.state.warnings, message)[-_NUM_WARNINGS:])
-
-    def _pace(self) -> float | None:
-        now, before = self._now_s(), self._last_step_s
-        self._last_step_s = now
-        if before is None:
-            return self.state.seconds_per_step
-        average = self.state.seconds_per_step
-        return now - before if average is None else average + _SMOOTHING * (now - before - average)
-
-
-_NUM_CHANNELS = 20
-_RATE_WINDOW_S = 10.0
-_SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
-_NUM_WARNINGS = 3
+        """Take in a warning."""
+        self.state = self.state.with_warning(message)
 
 
 class AuditTail:
@@ -211,7 +236,7 @@ class RunProgress:
         self._depths: list[int | None] = [None] * num_ranks
         self._channels: deque[str] = deque(maxlen=_NUM_CHANNELS)
         self._rollouts: deque[tuple[float, int]] = deque()
-        self._last_step_time: float | None = None
+        self._pace = _Pace()
         self.state = LiveState(total_steps=total_steps, b_enabled=b_enabled, queue_limit=queue_limit)
 
     @classmethod
@@ -246,11 +271,11 @@ class RunProgress:
         match record["kind"]:
             case "start" if record["rank"] == 0:  # an earlier process's steps are history
                 self.state = replace(self.state, step=record["step"], num_b_run=0, num_b_skipped=0)
-                self._last_step_time = None
+                self._pace.pause()
             case "step":
                 self._take_step(record)
             case "batch":
-                self._take_batch(record)
+                self._rollouts.append((record["time"], record["num_rollouts"]))
             case "round" if record["rank"] == 0:
                 self._take_round(record)
             case "metrics" if record["rank"] == 0:
@@ -268,23 +293,13 @@ class RunProgress:
         if record["rank"] != 0:
             return
         self._channels.append(record["channel"])
-        state, reason, lag = self.state, record["skip_reason"], record["version_lag"]
+        told = ("step", "channel", "skip_reason", "version", "version_lag", "round_pending")
         self.state = replace(
-            state,
-            step=record["step"] + 1,
-            seconds_per_step=self._pace(record["time"]),
+            self.state.after_step(*(record[name] for name in told)),
+            seconds_per_step=self._pace.step(record["time"]),
             channel="".join(self._channels),
-            num_b_run=state.num_b_run + (record["channel"] == "B"),
-            num_b_skipped=state.num_b_skipped + (reason is not None),
-            skip_reason=reason or state.skip_reason,
-            version=record["version"],
-            version_lag=state.version_lag if lag is None else lag,
-            round_pending=record["round_pending"],
             rollouts_per_s=self._rate(record["time"]),
         )
-
-    def _take_batch(self, record: Record) -> None:
-        self._rollouts.append((record["time"], record["num_rollouts"]))
 
     def _take_round(self, record: Record) -> None:
         servers = record["servers"].values()
@@ -299,15 +314,7 @@ class RunProgress:
 
     def _take_warning(self, message: str) -> None:
         if message not in self.state.warnings:  # every rank tells what all ranks found
-            self.state = replace(self.state, warnings=(*self.state.warnings, message)[-_NUM_WARNINGS:])
-
-    def _pace(self, time_s: float) -> float | None:
-        before, self._last_step_time = self._last_step_time, time_s
-        average = self.state.seconds_per_step
-        if before is None or time_s <= before:
-            return average
-        seconds = time_s - before
-        return seconds if average is None else average + _SMOOTHING * (seconds - average)
+            self.state = self.state.with_warning(message)
 
     def _rate(self, now: float) -> float | None:
         """Rollouts per second over the last few seconds, all ranks together."""

@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from swift_stage2.records import (
     BatchOutcome,
@@ -42,69 +43,52 @@ _CAUSES = {
 _MOST_CHARACTERS = 600  # of a server's error
 
 
+@dataclass(slots=True, kw_only=True)
 class UnusedB:
     """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
 
-    def __init__(self) -> None:
-        self._num_wanted = self._num_run = self._num_proven = self._num_rounds = 0
-        self._skips: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
+    num_wanted: int = 0
+    num_run: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    """Causes of wanted steps that did not run."""
+    num_rounds: int = 0
+    num_proven: int = 0
+    """Sync rounds that proved a server."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Of servers that a round did not prove."""
 
     def step(self, facts: StepRecord) -> None:
         """Take in one step."""
-        plan = facts.plan
-        self._num_wanted += plan.wanted_b
-        self._num_run += plan.channel == "B"
-        if plan.skip_reason is not None:
-            self._skips[str(plan.skip_reason)] += 1
+        self.num_wanted += facts.plan.wanted_b
+        self.num_run += facts.plan.channel == "B"
+        if facts.plan.skip_reason is not None:
+            self.skips[facts.plan.skip_reason] += 1
 
     def round(self, outcome: RoundOutcome) -> None:
         """Take in a sync round that has ended."""
-        self._num_rounds += 1
-        self._num_proven += any(report.proven for report in outcome.reports.values())
-        self._errors.update(str(report.error) for report in outcome.reports.values() if not report.proven)
+        self.num_rounds += 1
+        self.num_proven += bool(outcome.proven)
+        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
 
     def describe(self) -> str:
-        """See ``describe_unused``."""
-        return describe_unused(
-            num_wanted=self._num_wanted,
-            num_run=self._num_run,
-            skips=self._skips,
-            num_rounds=self._num_rounds,
-            num_proven=self._num_proven,
-            errors=self._errors,
-        )
+        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
+        if self.num_run:
+            return ""
+        cause = ""
+        if self.num_rounds and not self.num_proven:
+            cause = f"none of {self.num_rounds} sync rounds proved a server"
+            if self.errors:
+                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
+        elif self.skips:
+            reason = _most(self.skips)
+            cause = _CAUSES.get(reason, reason)
+        if self.num_wanted:
+            cause = cause or "no cause is recorded"
+            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
+        return cause
 
 
-def describe_unused(
-    *,
-    num_wanted: int,
-    num_run: int,
-    skips: Mapping[str, int],
-    num_rounds: int,
-    num_proven: int,
-    errors: Mapping[str, int],
-) -> str:
-    """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong.
-
-    ``num_proven`` of ``num_rounds`` sync rounds proved a server; ``skips`` and ``errors`` count causes.
-    """
-    if num_run:
-        return ""
-    cause = ""
-    if num_rounds and not num_proven:
-        cause = f"none of {num_rounds} sync rounds proved a server"
-        if errors:
-            cause += f", mostly: {' '.join(_most(errors).split())[:_MOST_CHARACTERS]}"
-    elif skips:
-        reason = _most(skips)
-        cause = _CAUSES.get(reason, reason)
-    if num_wanted:
-        return f"channel B ran at none of the {num_wanted} steps that wanted it: {cause or 'no cause is recorded'}"
-    return cause
-
-
-def _most(counts: Mapping[str, int]) -> str:
+def _most(counts: Counter[str]) -> str:
     return max(counts, key=lambda key: counts[key])
 
 
@@ -149,10 +133,9 @@ class StepRecorder:
 
     def round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None:
         """One sync round that has ended; it is committed iff a server was proven."""
-        num_failed = sum(not report.proven for report in outcome.reports.values())
-        committed = num_failed < len(outcome.reports)
+        committed = bool(outcome.proven)
         self._counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-        self._counters.add("sync_servers_failed", num_failed)
+        self._counters.add("sync_servers_failed", len(outcome.failed))
         self._audit.write(
             "round",
             step=step,

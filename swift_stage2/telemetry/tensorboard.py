@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -194,7 +195,8 @@ class TensorBoardSink:
                 self._append(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
                 self._append(file, Event(wall_time=time.time(), summary=layout_summary()))
             except OSError:
-                _close_quietly(file)
+                with suppress(OSError):
+                    file.close()
                 raise
             self._file = file
         return self._file
@@ -204,7 +206,8 @@ class TensorBoardSink:
         try:
             RecordWriter(_Whole(file)).write(event.SerializeToString())
         except OSError:
-            _truncate_quietly(file, good)
+            with suppress(OSError):  # a device, or a disk that is gone; nothing was to be saved there
+                file.truncate(good)
             raise
 
 
@@ -217,17 +220,3 @@ class _Whole:
     def write(self, data: bytes) -> None:
         while data:
             data = data[self._file.write(data) :]
-
-
-def _truncate_quietly(file: FileIO, size: int) -> None:
-    try:
-        file.truncate(size)
-    except OSError:
-        return  # a device, or a disk that is gone; nothing was to be saved there
-
-
-def _close_quietly(file: FileIO) -> None:
-    try:
-        file.close()
-    except OSError:
-        return
