@@ -1,4 +1,4 @@
-"""What a sync round is given and what comes of it: the records between the round, its pushes and every rank."""
+"""What a sync round is given: the records between the round and its pushes. What comes of it is in ``records.py``."""
 
 from __future__ import annotations
 
