@@ -60,18 +60,15 @@ class Telemetry:
         self.counters = Counters()
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
-        self.audit = AuditLog(audit_path(run_dir, rank) if audit else None, rank, warning=self._storage)
-        keeps_ledger = audit and queue_limit is not None
-        self.ledger = Ledger(
-            AuditLog(ledger_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage)
-        )
-        self.record = RunRecord(
-            AuditLog(record_path(run_dir, rank) if record else None, rank, warning=self._storage)
-        )
-        self.matches = MatchLog(
-            AuditLog(matches_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage),
-            kept_rows,
-        )
+
+        def log(path_of: Callable[[Path, int], Path], kept: bool) -> AuditLog:
+            return AuditLog(path_of(run_dir, rank) if kept else None, rank, warning=self._storage)
+
+        b_enabled = queue_limit is not None
+        self.audit = log(audit_path, audit)
+        self.ledger = Ledger(log(ledger_path, audit and b_enabled))
+        self.record = RunRecord(log(record_path, record))
+        self.matches = MatchLog(log(matches_path, audit and b_enabled), kept_rows)
         self.pipeline = PipelineRecorder(
             self.counters, self.audit, self.ledger, self.record, self.matches, self.trace
         )
@@ -79,7 +76,6 @@ class Telemetry:
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
-        b_enabled = queue_limit is not None
         self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
         self._unused_b = UnusedB()
         self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
