@@ -24,7 +24,6 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
@@ -58,20 +57,20 @@ from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.process.background_failures import BackgroundFailures
 from swift_stage2.process.progress_watch import ProgressWatch
 from swift_stage2.process.standing import Standing
+from swift_stage2.records import Pack, Sample
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.scheduling.starvation import StarvationWatch
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.telemetry import LiveView, Telemetry
-from swift_stage2.telemetry.clock_alignment import align_clocks
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.match_log import rows_to_keep
-from swift_stage2.telemetry.spans import EnterSpan, Trace, untraced
+from swift_stage2.telemetry.trace import EnterSpan, Trace, align_clocks, untraced
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import Canary, WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
@@ -129,7 +128,7 @@ def start_run(
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
         if config.telemetry.trace:
-            telemetry.trace.clock_offset = align_clocks(control)
+            telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
             ours = wait_for_servers(config, control, telemetry.record_warning)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.

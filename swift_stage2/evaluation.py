@@ -7,29 +7,17 @@ the learner at every step, on the main thread; ``part.ask`` is called by the pip
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.channel_b.evaluation import EvaluationCounts, EvaluationEvents, RankEvaluation
+from swift_stage2.channel_b.evaluation import EvaluationEvents, RankEvaluation
 from swift_stage2.channel_b.preprocessing import Preprocessor
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Rows, usable_rows
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
-from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
+from swift_stage2.records import EvaluationCounts, EvaluationRecord, Sample
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRecord:
-    """One evaluation that has ended; equal on every rank."""
-
-    run: RunningEvaluation
-    ended_step: int
-    end: EvaluationEnd
-    counts: EvaluationCounts
-    """Sums over all ranks."""
 
 
 class PinnedEvaluation:

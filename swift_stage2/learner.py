@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import ControlGroup
@@ -23,17 +22,17 @@ from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.records import Pack, RoundOutcome, StepRecord
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.scheduling.starvation import StarvationWatch
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weights.sync_round import RoundOutcome, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +47,6 @@ class StepDecision:
     plan: StepPlan
     packs: tuple[Pack, ...]
     stop: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step as this rank saw it, for the audit and the metrics."""
-
-    step: int
-    plan: StepPlan
-    version: int
-    version_lag: int | None  # of the oldest pack trained; None on channel A
-    queue_depth: int
-    infer_in_flight: int
-    round_pending: bool
-    plan_seconds: float
-    packs: tuple[Pack, ...]
 
 
 class LearnerEvents(Protocol):
@@ -130,7 +114,6 @@ class Learner:
         self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
-        self._slowest_production_steps = 0.0
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
         self._pending_since: float | None = None  # moment at which the pending round fell due
@@ -274,15 +257,13 @@ class Learner:
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
-            answering, suspects, pace = b.probe.answering(), b.client.suspects, b.pipeline.production_pace
-            lost = b.probe.lost()
+            answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
             facts = replace(
                 facts,
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
                 evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
-                production_steps=pace.typical_steps if pace else 0.0,
-                quick_production_steps=pace.quick_steps if pace else None,
+                pace=b.pipeline.production_pace,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(
                     url in suspects or index in lost or index not in b.rounds.proven
@@ -333,8 +314,7 @@ class Learner:
                 step_seconds=self._step_seconds,
                 last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
                 round_pending=b.rounds.pending,
-                slowest_production_steps=outcome.slowest_production_steps,
-                slowest_quick_production_steps=outcome.slowest_quick_production_steps,
+                slowest_pace=outcome.slowest_pace,
                 missed_in_a_row=self._missed_in_a_row,
                 max_prompts=self._max_prompts(b),
                 paused=outcome.truncation_guard,

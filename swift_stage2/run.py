@@ -16,7 +16,8 @@ from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.process.progress_watch import ProgressWatch
-from swift_stage2.telemetry import Activity, Telemetry
+from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.facade import Telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 
 from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
-from swift_stage2.channel_b.records import Pack, Sample  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
 from swift_stage2.compat.deepspeed import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
@@ -43,6 +42,7 @@ from swift_stage2.preflight.model import check_model  # noqa: E402
 from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
 from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
+from swift_stage2.records import Pack, Sample  # noqa: E402
 from swift_stage2.run import Stage2Run  # noqa: E402
 from swift_stage2.run_directory import resume  # noqa: E402
 from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402

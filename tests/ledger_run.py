@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.records import MatchQuality, Pack, SampleKey, Segment
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.telemetry import AuditLog
-from swift_stage2.telemetry.audit import Record
+from swift_stage2.records import MatchQuality, Pack, SampleKey, Segment
+from swift_stage2.telemetry.audit import AuditLog, Record
 from swift_stage2.telemetry.ledger import Ledger, ledger_path, read_ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
 

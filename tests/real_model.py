@@ -11,10 +11,10 @@ from typing import Any
 import swift_stage2.demo
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Segment, VersionSpan
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
+from swift_stage2.records import Rollout, Sample, SampleKey, Segment, VersionSpan
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
 PACKING_LENGTH = 256

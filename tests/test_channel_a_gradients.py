@@ -13,8 +13,8 @@ from real_model import make_encoder, make_task, sample_of, segment_of
 from sft_run import build_trainer
 from transformers import TrainerCallback
 
-from swift_stage2.channel_b.records import Segment
 from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.records import Segment
 from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 Gradients = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 
 from swift_stage2.bench.inline_pipeline import InlineQueue
 from swift_stage2.channel_b.ready_queue import Reservation
-from swift_stage2.channel_b.records import Pack
+from swift_stage2.records import Pack
 
 LAG_VARIABLE = "SWIFT_STAGE2_FORCED_LAG"
 """Versions between the making of a pack and its training."""

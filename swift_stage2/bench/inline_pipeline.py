@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from swift_stage2.bench.thread_times import DIRECTORY_VARIABLE, WAITS_FILE
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.channel_b.records import Pack
+from swift_stage2.records import Pack
 
 _DEADLINE_S = 120.0
 

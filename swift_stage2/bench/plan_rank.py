@@ -19,6 +19,7 @@ import torch
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
+from swift_stage2.scheduling.outlook import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
 
 NUM_WARMUP = 10
@@ -62,7 +63,7 @@ class PlannedSteps:
         reservation = self._queue.reserve(self._num_packs, current_version=_VERSION)
         facts = RankFacts(
             not_reserved=reservation is None,
-            production_steps=1.5,
+            pace=ProductionPace(1.5, 1.5),
             servers_suspect=(False,) * _NUM_SERVERS,
             servers_answer_again=(False,) * _NUM_SERVERS,
         )

@@ -31,13 +31,13 @@ from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.packing_line import make_pack
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Segment, Target, VersionSpan
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import Dialect, MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.grounding_dataset import PROMPT, answer_text, grounding_row
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
+from swift_stage2.records import Rollout, Sample, SampleKey, Segment, Target, VersionSpan
 
 STAGES = ("parse", "match", "target", "parse+match+target", "encode", "pack")
 TOGETHER = "parse+match+target"

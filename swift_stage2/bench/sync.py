@@ -28,12 +28,13 @@ from swift_stage2.bench.sized_model import write_model
 from swift_stage2.collectives import SingleRank
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.records import RoundOutcome
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.weights.export import WeightExport, flatten
-from swift_stage2.weights.sync_round import RoundOutcome, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 BUDGET = 1.3

@@ -8,7 +8,7 @@
         │                                          targets                                       │
         └────── returned, stale or overflowed samples, asked again before any new one ◄──────────┘
 
-``records.py`` holds everything that flows, in flow order; ``sample_events.py`` what of it the ledger is told;
+``swift_stage2.records`` holds everything that flows, in flow order; ``sample_events.py`` what the ledger is told;
 ``packing_line.py`` the last stages as functions; ``pipeline.py`` is the only file that knows this order. From rollout
 to pack it asks a preprocessor: ``preprocessing.py`` on its own thread, or ``preprocessing_process.py``, which asks
 ``preprocessing_worker.py`` in a process beside the rank and gets packs through ``shared_batch.py``. The pipeline's

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
-from swift_stage2.channel_b.image_files import find_image, without_orientation
-from swift_stage2.channel_b.records import Box, Rollout, Sample, Segment, Target
+from swift_stage2.channel_b.image_files import without_orientation
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
+from swift_stage2.records import Box, Rollout, Sample, Segment, Target, find_image
 from swift_stage2.servers.image_opening import open_image
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")

@@ -9,75 +9,29 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
 from swift_stage2.channel_b.sample_source import Rows, read_sample
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import SampleError
+from swift_stage2.records import (
+    BatchOutcome,
+    EvaluationCounts,
+    MatchQuality,
+    Rollout,
+    Sample,
+    SampleKey,
+    Target,
+)
 
 MAX_ASKS = 3
 # No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
 _EPOCH = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationCounts:
-    """What became of the samples, and the matches of those that were answered, added up."""
-
-    num_wanted: int = 0
-    num_answered: int = 0
-    num_failed: int = 0
-    """Given up: unreadable, poisonous, or without an answer after ``MAX_ASKS`` requests."""
-    num_truncated: int = 0
-    num_predictions: int = 0
-    num_ground_truth: int = 0
-    num_pairs: int = 0
-    sum_iou: float = 0.0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every sample was answered or given up."""
-        return self.num_answered + self.num_failed == self.num_wanted
-
-    def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
-        """One more sample is answered."""
-        return replace(
-            self,
-            num_answered=self.num_answered + 1,
-            num_truncated=self.num_truncated + quality.num_truncated,
-            num_predictions=self.num_predictions + quality.num_predictions,
-            num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
-            num_pairs=self.num_pairs + quality.num_pairs,
-            sum_iou=self.sum_iou + quality.sum_iou,
-        )
-
-    def encode(self) -> tuple[float, ...]:
-        """A vector that may be added up over ranks."""
-        return tuple(float(count) for count in astuple(self))
-
-    @classmethod
-    def decode(cls, vector: Sequence[float]) -> EvaluationCounts:
-        """Reads what ``encode`` made."""
-        *counts, sum_iou = vector
-        return replace(cls(*map(round, counts)), sum_iou=sum_iou)
-
-    @property
-    def ratios(self) -> dict[str, float]:
-        """``match/``'s ratios and the truncated share, by name; absent where nothing was counted."""
-        quotients = {
-            "precision": (self.num_pairs, self.num_predictions),
-            "recall": (self.num_pairs, self.num_ground_truth),
-            "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
-            "mean_iou": (self.sum_iou, self.num_pairs),
-            "truncated_ratio": (self.num_truncated, self.num_answered),
-        }
-        return {name: part / whole for name, (part, whole) in quotients.items() if whole}
 
 
 class EvaluationEvents(PostEvents, Protocol):

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift_stage2.channel_b.records import Box
 from swift_stage2.errors import SampleError
+from swift_stage2.records import Box
 
 
 def lists_objects(row: Mapping[str, Any]) -> bool:

@@ -7,9 +7,6 @@ pictures by it, so it is taken out of what they are sent.
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Mapping
-from typing import Any
 
 from PIL import ExifTags, Image
 
@@ -19,22 +16,6 @@ UPRIGHT = 1
 _TAGS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")  # where Pillow looks for an orientation
 _MARKS = (b"Exif", b"eXIf", b"exif", b"EXIF", b"tiff:Orientation")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-
-
-def find_image(path: str) -> str:
-    """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
-    root = os.environ.get("ROOT_IMAGE_DIR")
-    if root and not os.path.exists(path):
-        return os.path.join(root, path)
-    return path
-
-
-def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Absolute paths of a row's images; None for one that has no file of its own."""
-    images = row.get("images") or ()
-    images = images if isinstance(images, list | tuple) else [images]
-    paths = [image.get("path") if isinstance(image, Mapping) else image for image in images]
-    return tuple(os.path.abspath(find_image(path)) if isinstance(path, str) else None for path in paths)
 
 
 def orientation_of(image: Image.Image) -> int:

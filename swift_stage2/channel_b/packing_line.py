@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.records import Pack, Rollout, Segment, Target
 from swift_stage2.channel_b.task import Task
+from swift_stage2.records import Pack, Rollout, Segment, Target
 
 
 def make_segment(

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from swift_stage2.channel_b.dialects import END_OF_TURN, SYNTAX, Syntax
 from swift_stage2.channel_b.dialects import Dialect as Dialect
@@ -24,6 +23,7 @@ from swift_stage2.channel_b.object_reader import (
     read_object,
     skip_element,
 )
+from swift_stage2.records import ObjectDropReason
 
 IntegerBox = tuple[int, int, int, int]
 
@@ -35,17 +35,6 @@ _INTEGER = re.compile(f"-?{_DIGITS}")
 _COORDINATE_TOKEN = re.compile(rf"<\|coord_({_DIGITS})\|>")
 
 
-class DropReason(StrEnum):
-    """Why an object was dropped, in the order in which the reasons are tried."""
-
-    NOT_AN_OBJECT = "not_an_object"
-    UNEXPECTED_KEY = "unexpected_key"
-    MISSING_BOX = "missing_box"
-    WRONG_ARITY = "wrong_arity"
-    INVALID_BOX = "invalid_box"
-    MISSING_LABEL = "missing_label"
-
-
 @dataclass(frozen=True, slots=True)
 class PredictedObject:
     """One object that the model named: a stripped label and x1, y1, x2, y2 in the template's space."""
@@ -55,15 +44,15 @@ class PredictedObject:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DropCounts(Mapping[DropReason, int]):
+class DropCounts(Mapping[ObjectDropReason, int]):
     """Dropped objects by reason, reasons that occurred only. Immutable, and equal to the same plain dict."""
 
-    _counts: Mapping[DropReason, int]
+    _counts: Mapping[ObjectDropReason, int]
 
-    def __getitem__(self, reason: DropReason) -> int:
+    def __getitem__(self, reason: ObjectDropReason) -> int:
         return self._counts[reason]
 
-    def __iter__(self) -> Iterator[DropReason]:
+    def __iter__(self) -> Iterator[ObjectDropReason]:
         return iter(self._counts)
 
     def __len__(self) -> int:
@@ -94,7 +83,7 @@ def parse_rollout(text: str, dialect: str = Dialect.OBJECT_LIST) -> ParsedRollou
     if start < 0:
         return ParsedRollout((), DropCounts({}), truncated=bool(answer))
     objects: list[PredictedObject] = []
-    dropped: Counter[DropReason] = Counter()
+    dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
     position = start + 1
     truncated = True
@@ -148,33 +137,33 @@ def _skip(text: str, position: int, syntax: Syntax, name: str | None) -> _Elemen
     return None if end is None else _Element(end, name)
 
 
-def _judge_element(element: _Element, names: set[str], syntax: Syntax) -> PredictedObject | DropReason:
+def _judge_element(element: _Element, names: set[str], syntax: Syntax) -> PredictedObject | ObjectDropReason:
     """The object, or the first reason against it; remembers the element's name."""
     repeated = element.name in names
     if element.name is not None:
         names.add(element.name)
     if element.members is None:
-        return DropReason.NOT_AN_OBJECT
+        return ObjectDropReason.NOT_AN_OBJECT
     if syntax.named and (repeated or not _OBJECT_NAME.fullmatch(element.name or "")):
-        return DropReason.UNEXPECTED_KEY
+        return ObjectDropReason.UNEXPECTED_KEY
     return _judge_members(element.members, syntax)
 
 
-def _judge_members(members: Members, syntax: Syntax) -> PredictedObject | DropReason:
+def _judge_members(members: Members, syntax: Syntax) -> PredictedObject | ObjectDropReason:
     values = dict(members.pairs)
     if len(values) < len(members.pairs) or not values.keys() <= {syntax.label_key, syntax.box_key}:
-        return DropReason.UNEXPECTED_KEY
+        return ObjectDropReason.UNEXPECTED_KEY
     if syntax.box_key not in values:
-        return DropReason.MISSING_BOX
+        return ObjectDropReason.MISSING_BOX
     coordinates = values[syntax.box_key]
     if not isinstance(coordinates, list) or len(coordinates) != 4:
-        return DropReason.WRONG_ARITY
+        return ObjectDropReason.WRONG_ARITY
     box = _read_box(coordinates)
     if box is None:
-        return DropReason.INVALID_BOX
+        return ObjectDropReason.INVALID_BOX
     label = values.get(syntax.label_key)
     text = decode_string(label.lexeme).strip() if isinstance(label, Atom) and label.kind == "string" else ""
-    return PredictedObject(text, box) if text else DropReason.MISSING_LABEL
+    return PredictedObject(text, box) if text else ObjectDropReason.MISSING_LABEL
 
 
 def _read_box(coordinates: list[Value]) -> IntegerBox | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swift_stage2.channel_b.records import Rollout
 from swift_stage2.errors import PromptMismatch
+from swift_stage2.records import Rollout
 
 PERMUTED = "it gave one request's answer to another, as the prompt ids of its answers show"
 

@@ -22,20 +22,28 @@ from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.prompt_mismatch import MismatchTally, misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
-from swift_stage2.channel_b.row_origins import RowOrigin
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.process.standing import Standing
+from swift_stage2.records import (
+    BatchOutcome,
+    Pack,
+    QuarantineReason,
+    Rollout,
+    RowOrigin,
+    Sample,
+    SampleKey,
+    Segment,
+    Target,
+)
+from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer
-from swift_stage2.scheduling.pacing_state import PacingState
-from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 
@@ -55,15 +63,6 @@ _WORDS = {
 _MOST_MISREAD = 64
 
 
-class QuarantineReason:
-    """Prefixes of quarantine messages, so that the audit can be grouped."""
-
-    SAMPLE = "bad_sample"
-    PROMPT = "prompt_mismatch"
-    ROLLOUT = "poisonous_request"
-    TOO_SLOW = "too_slow"
-
-
 @dataclass(frozen=True, slots=True)
 class StepView:
     """What the learner tells the pipeline at the start of every step. Times are ``time.monotonic`` seconds."""
@@ -73,8 +72,7 @@ class StepView:
     step_seconds: float | None
     last_commit_step: int
     round_pending: bool
-    slowest_production_steps: float
-    slowest_quick_production_steps: float
+    slowest_pace: ProductionPace
     missed_in_a_row: int
     max_prompts: int
     paused: bool
@@ -153,7 +151,6 @@ class Pipeline:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
         self.failure: BaseException | None = None
-        self.last_progress_s = time.monotonic()
         self.standing: Standing | None = None
         """What the thread is at; None while there is nothing to do."""
 
@@ -232,7 +229,6 @@ class Pipeline:
     def _state(self, view: StepView) -> PacingState:
         elapsed_s = time.monotonic() - view.started_s
         progress = min(0.999, elapsed_s / view.step_seconds) if view.step_seconds else 0.0
-        pace = self._meter.pace
         return PacingState(
             step=view.step,
             progress=progress,
@@ -240,10 +236,8 @@ class Pipeline:
             last_commit_step=view.last_commit_step,
             round_pending=view.round_pending,
             ready_versions=self._queue.peek_versions(),
-            production_steps=pace.typical_steps if pace else None,
-            quick_production_steps=pace.quick_steps if pace else None,
-            slowest_production_steps=view.slowest_production_steps,
-            slowest_quick_production_steps=view.slowest_quick_production_steps,
+            pace=self._meter.pace,
+            slowest_pace=view.slowest_pace,
             packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
             missed_in_a_row=view.missed_in_a_row,
         )
@@ -339,7 +333,6 @@ class Pipeline:
                 self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)
-            self.last_progress_s = time.monotonic()
             self._events.segment(prepared.segment, prepared.seconds)
             self._events.matched(rollout, prepared.target, prepared.space)
 

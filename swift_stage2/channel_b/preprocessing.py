@@ -13,9 +13,9 @@ from typing import Protocol
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
-from swift_stage2.channel_b.records import Pack, Rollout, Segment, Target
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
+from swift_stage2.records import Pack, Rollout, Segment, Target
 
 Refusal = SampleError | MatchingError
 

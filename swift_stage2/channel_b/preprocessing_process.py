@@ -33,11 +33,11 @@ from swift_stage2.channel_b.preprocessing_worker import (
     Reply,
     Setup,
 )
-from swift_stage2.channel_b.records import Pack, Rollout, Segment
 from swift_stage2.channel_b.shared_batch import read_batch
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import ConfigError, PreprocessorLost
-from swift_stage2.telemetry.spans import Trace, untraced
+from swift_stage2.records import Pack, Rollout, Segment
+from swift_stage2.telemetry.trace import Trace, untraced
 
 logger = logging.getLogger(__name__)
 

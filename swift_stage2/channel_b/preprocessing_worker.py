@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
     from swift_stage2.channel_b.preprocessing import Judged, Prepared, Refusal, ThreadPreprocessor
-    from swift_stage2.channel_b.records import Pack, Rollout, SampleKey, Segment
     from swift_stage2.channel_b.shared_batch import BatchOutline
+    from swift_stage2.records import Pack, Rollout, SampleKey, Segment
 
 _PR_SET_PDEATHSIG = 1
 

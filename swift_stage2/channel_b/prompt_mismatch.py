@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from swift_stage2.channel_b.records import Rollout
 from swift_stage2.errors import PromptMismatch
+from swift_stage2.records import Rollout
 
 MANY_GIVEN_UP = 8
 

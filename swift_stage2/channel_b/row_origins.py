@@ -11,32 +11,17 @@ import json
 import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swift_stage2.channel_b.image_files import image_paths
+from swift_stage2.records import RowOrigin, image_paths
 
 logger = logging.getLogger(__name__)
 
 _LINE_BITS = 40
 _NUM_MESSAGES = 2  # ms-swift may put a system prompt before them
-
-
-@dataclass(frozen=True, slots=True)
-class RowOrigin:
-    """Where a row stands. ``file`` and ``line`` are None of a row that is in no local JSONL."""
-
-    file: str | None
-    line: int | None
-    images: tuple[str | None, ...]
-
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.file is not None else "a row of no local JSONL"
-        named = [image for image in self.images if image is not None]
-        return f"{place}, image {', '.join(named)}" if named else place
 
 
 class RowOrigins:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.records import Rollout, SampleKey, Target
+from swift_stage2.records import Rollout, SampleKey, Target
 
 
 class ReturnReason(StrEnum):

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
-from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
+from swift_stage2.records import RowOrigin, Sample, SampleKey
 
 _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""

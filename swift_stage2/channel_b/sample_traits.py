@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from swift_stage2.channel_b.records import Sample
+from swift_stage2.records import Sample
 
 _UNREADABLE = (
     UnidentifiedImageError,

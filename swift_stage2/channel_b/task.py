@@ -16,10 +16,10 @@ from swift_stage2.channel_b.answer_format import AnswerFormat, read_format, refu
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.matching import MatchResult, match_objects
 from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
-from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.errors import ConfigError
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 

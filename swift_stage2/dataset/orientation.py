@@ -16,9 +16,10 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT, find_image
+from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT
 from swift_stage2.dataset.picture import UNREADABLE, Picture, look_at
 from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.records import find_image
 
 Corner = Callable[[float, float, float, float], tuple[float, float]]
 """x, y, width and height of the stored picture to x and y on the upright one."""

@@ -14,7 +14,8 @@ from typing import IO
 
 from PIL import Image
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, find_image, orientation_of
+from swift_stage2.channel_b.image_files import RASTER_FORMATS, orientation_of
+from swift_stage2.records import find_image
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _TAIL_BYTES = 4096

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swift_stage2.demo.detection_score import DetectionScore
-from swift_stage2.telemetry.summary import RunSummary
-from swift_stage2.telemetry.summary_table import summary_table
+from swift_stage2.telemetry.summary import RunSummary, summary_table
 
 WANTED_B_SHARE = 0.8
 _CLOCK_TOLERANCE_S = 0.001

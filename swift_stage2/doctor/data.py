@@ -9,7 +9,6 @@ from typing import Any
 from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import DetectionTask
@@ -24,6 +23,7 @@ from swift_stage2.preflight.model_family import check_family
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples
+from swift_stage2.records import Sample
 
 _NUM_SAMPLES = 16
 _MOST_FAULTS_SHOWN = 10

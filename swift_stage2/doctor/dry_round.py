@@ -18,10 +18,11 @@ from swift_stage2.config import RolloutConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
 from swift_stage2.errors import ServerFault
+from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import Canary, ServerReport, WeightSync
+from swift_stage2.weights.sync_round import Canary, WeightSync
 
 _GIVE_UP_TIMEOUT_S = 5.0
 _VERSION = 1  # of this doctor's own run

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.scheduling.pacing import Pacer, PacingState, max_prompts_in_flight
+from swift_stage2.scheduling.outlook import PacingState, ProductionPace
+from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 
 _LOAD_THAT_STARVES = 2.0  # at less than half of the need the starvation watch speaks up
 _SHARE_FOR_SEARCH = 1e-4
@@ -110,8 +111,7 @@ class Feeding:
             step=0,
             current_version=0,
             last_commit_step=0,
-            production_steps=steps,
-            slowest_production_steps=steps,
+            pace=ProductionPace(steps, steps),
             packs_per_production=self.packs_per_production,
         )
         return max(by_rate, pacer.verdict(state).load)

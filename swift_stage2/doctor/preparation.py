@@ -22,8 +22,8 @@ from swift.pipelines import SwiftSft  # noqa: E402
 from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
-from swift_stage2.channel_b.records import Sample  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
+from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.trainer import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
 from swift_stage2.weights.sync_round import Canary  # noqa: E402

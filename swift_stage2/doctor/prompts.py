@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.doctor.finding import Outcome, failed, ok
+from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import Completion
 

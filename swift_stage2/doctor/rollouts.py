@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, VersionSpan
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.errors import SampleError
+from swift_stage2.records import MatchQuality, Rollout, Sample, VersionSpan
 from swift_stage2.servers import protocol
 
 _SEED = 1

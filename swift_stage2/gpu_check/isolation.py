@@ -11,7 +11,6 @@ import torch
 
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.demo.demo_config import STAGE1
@@ -21,6 +20,7 @@ from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import CheckFailed, ConfigError
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.records import Sample, SampleKey
 
 _NUM_SAMPLES = 4
 _FLASH = "flash_attention_2"

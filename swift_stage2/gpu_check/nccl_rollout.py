@@ -27,10 +27,11 @@ from swift_stage2.errors import CheckFailed, CheckSkipped
 from swift_stage2.gpu_check.processes import Server, StageProcesses
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 from swift_stage2.weights.transport import StockTransport
 
 _NUM_ROUNDS = 3

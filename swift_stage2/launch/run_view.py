@@ -14,9 +14,8 @@ from types import TracebackType
 
 from swift_stage2.launch.run_end import newest_run
 from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.telemetry.live_state import LiveState
+from swift_stage2.telemetry.live_state import LiveState, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line
-from swift_stage2.telemetry.run_progress import RunProgress
 
 _LINE_EVERY_STEPS = 10
 _LINE_EVERY_S = 60.0

@@ -12,10 +12,10 @@ from typing import Any
 from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, learn_format
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.sample_source import Rows
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.records import Sample
 
 
 def learn_answer_format(rows: Rows, sample: Sample, encoder: Encoder, task: DetectionTask) -> AnswerFormat:

@@ -19,9 +19,9 @@ import torch
 
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.packing_line import make_segment
-from swift_stage2.channel_b.records import Rollout, Sample, Segment, VersionSpan
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.records import Rollout, Sample, Segment, VersionSpan
 
 # Experts are given other rows when other tokens stand in the pack, and kernels may add up in any order; so three other
 # contents before a segment are compared with three behind it, where the causal mask lets nobody look. By rounding alone

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor
-from swift_stage2.channel_b.records import Rollout
 from swift_stage2.errors import ConfigError
+from swift_stage2.records import Rollout
 
 
 def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:

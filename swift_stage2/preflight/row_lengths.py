@@ -17,12 +17,12 @@ from PIL import Image
 from swift_stage2.channel_b.answer_format import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.records import IntegerBox, Sample, SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.errors import SampleError
+from swift_stage2.records import IntegerBox, Sample, SampleKey
 
 _NUM_PROMPTS = 256  # distinct ones that are encoded by the template itself
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import Rows, SampleSource
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.records import Sample, SampleKey
 
 _NUM_SAMPLES_LOOKED_AT = 64
 _NUM_SAMPLES_WANTED = 3

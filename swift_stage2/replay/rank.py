@@ -27,7 +27,8 @@ from swift_stage2.replay.verdict import Verdict
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
-from swift_stage2.telemetry import LiveView, Telemetry
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.trainer import Stage2Trainer, run_pipeline
 
 # What must not reach the run's own directory, or anybody's hub.

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
-from swift_stage2.channel_b.records import Pack, Rollout, Segment
 from swift_stage2.channel_b.sample_source import Rows, read_sample
 from swift_stage2.channel_b.task import Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
-from swift_stage2.learner import LearnerEvents, StepDecision, StepRecord
+from swift_stage2.learner import LearnerEvents, StepDecision
+from swift_stage2.records import Pack, Rollout, Segment, StepRecord
 from swift_stage2.replay.recorded_run import Completion, RecordedPack, RecordedStep
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 

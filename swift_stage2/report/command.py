@@ -22,7 +22,7 @@ from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import Report, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.terminal import terminal_report
-from swift_stage2.telemetry.merged_trace import merge_traces, trace_files, write_trace
+from swift_stage2.telemetry.trace import merge_traces, trace_files, write_trace
 from swift_stage2.terminal import standard_output
 from swift_stage2.terminal.parser import CommandParser
 

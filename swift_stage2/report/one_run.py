@@ -10,7 +10,7 @@ from pathlib import Path
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry, read_ledgers
-from swift_stage2.telemetry.ledger_witnesses import Checkpoint
+from swift_stage2.telemetry.ledger_account import Checkpoint
 from swift_stage2.telemetry.rank_records import rank_files, read_files
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
 

@@ -12,8 +12,7 @@ from typing import Any
 from swift_stage2.report.one_run import read_checkpoints, refuse_unrelated
 from swift_stage2.telemetry.audit import GAP, Record
 from swift_stage2.telemetry.ledger import read_ledgers
-from swift_stage2.telemetry.ledger_account import effective_histories
-from swift_stage2.telemetry.ledger_witnesses import Checkpoint, Witness
+from swift_stage2.telemetry.ledger_account import Checkpoint, Witness, effective_histories
 from swift_stage2.telemetry.rank_records import RankRecords, rank_files, read_files, read_ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 from swift_stage2.report.course import Course, Knobs
 from swift_stage2.report.run_data import RunData
@@ -10,8 +11,8 @@ from swift_stage2.report.steps_over_time import pipeline_seconds, syncing_second
 from swift_stage2.report.verdict import RankWork
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.recorders import UnusedB
 from swift_stage2.telemetry.summary import RunSummary
-from swift_stage2.telemetry.unused_b import describe_unused
 
 
 def works_of(run: RunData) -> list[RankWork]:
@@ -32,14 +33,14 @@ def course_of(run: RunData, summary: RunSummary) -> Course:
         num_servers_failed=sum(errors.values()),
         main_server_error=next(iter(errors), None),
         post_steps=_post_steps(run),
-        unused=describe_unused(
+        unused=UnusedB(
             num_wanted=summary.num_b_wanted,
             num_run=summary.num_b_run,
-            skips=summary.skips,
+            skips=Counter(summary.skips),
             num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
             num_proven=summary.num_rounds_committed,
-            errors=errors,
-        ),
+            errors=Counter(errors),
+        ).describe(),
     )
 
 

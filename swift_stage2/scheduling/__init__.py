@@ -1,6 +1,7 @@
 """Pure decisions of one optimizer step: no thread, no socket, no collective, no torch.
 
-``bresenham`` wants, ``feasibility_gate`` allows, ``step_plan`` is the outcome; ``version_clock``
-says what is fresh; ``pacing`` says how many packs to make now; ``starvation`` and
-``truncation_guard`` watch. The same inputs give the same answer on every rank.
+``bresenham`` wants, ``feasibility_gate`` allows, ``step_plan`` is the outcome; ``version_clock`` says what is fresh;
+``round_schedule`` and ``evaluation_schedule`` say what is due; ``pacing`` says how many packs to make now, by the
+forecasts of ``outlook``; ``watches`` tell of starvation and truncation. The same inputs give the same answer on every
+rank.
 """

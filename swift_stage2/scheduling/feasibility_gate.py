@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_stage2.scheduling.production_pace import ProductionPace
+from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan, plan_step
 
 _NUM_COMMON_ENTRIES = 7
@@ -28,10 +28,8 @@ class RankFacts:
     truncation_guard: bool = False
     """This rank's `TruncationGuard` pauses channel B."""
     evaluation_wanted: bool = False
-    production_steps: float = 0.0
-    """How long this rank's productions typically take, in steps; the slowest rank paces all."""
-    quick_production_steps: float | None = None
-    """How long its quick ones take; None: as the typical ones."""
+    pace: ProductionPace | None = None
+    """Of this rank's productions; the slowest rank paces all."""
     servers_suspect: tuple[bool, ...] = ()
     """Per server, in the order of the configuration."""
     servers_answer_again: tuple[bool, ...] = ()
@@ -46,7 +44,7 @@ class RankFacts:
 
     def encode(self) -> tuple[int, ...]:
         """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
-        pace = ProductionPace.of(self.production_steps, self.quick_production_steps)
+        pace = self.pace or INSTANT
         return (
             int(self.not_reserved),
             int(self.pipeline_failed),
@@ -69,8 +67,7 @@ class GateOutcome:
     stop_requested: bool
     truncation_guard: bool
     evaluation_wanted: bool
-    slowest_production_steps: float
-    slowest_quick_production_steps: float
+    slowest_pace: ProductionPace
     servers_suspect: tuple[bool, ...]
     servers_answer_again: tuple[bool, ...]
 
@@ -119,8 +116,7 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
         stop_requested=flags[2],
         truncation_guard=flags[3],
         evaluation_wanted=flags[4],
-        slowest_production_steps=vector[5] / _MILLI,
-        slowest_quick_production_steps=vector[6] / _MILLI,
+        slowest_pace=ProductionPace(vector[5] / _MILLI, vector[6] / _MILLI),
         servers_suspect=tuple(flags[_NUM_COMMON_ENTRIES : _NUM_COMMON_ENTRIES + num_servers]),
         servers_answer_again=tuple(flags[_NUM_COMMON_ENTRIES + num_servers :]),
     )

@@ -9,28 +9,71 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from swift_stage2.scheduling.bresenham import next_wanted_step, wanted_count
-from swift_stage2.scheduling.outlook import Outlook
-from swift_stage2.scheduling.pacing_decision import PacingDecision, PacingReason, PacingVerdict
-from swift_stage2.scheduling.pacing_state import PacingState, PacksInMaking
-from swift_stage2.scheduling.round_forecast import RoundForecast, first_step_after
+from swift_stage2.scheduling.outlook import Outlook, PacingState, RoundForecast, first_step_after
 from swift_stage2.scheduling.version_clock import is_fresh
-
-__all__ = [
-    "Pacer",
-    "PacingDecision",
-    "PacingReason",
-    "PacingState",
-    "PacingVerdict",
-    "PacksInMaking",
-    "max_prompts_in_flight",
-]
 
 MISSES_BEFORE_CATCHING_UP = 2
 BUSY_LOAD = 0.9  # from this load on, forecasts take production as never idle
 _ROUNDING = 1e-9
 _SHORTEST_PRODUCTION_STEPS = 1e-3  # keeps the rate of an instant server finite
+
+
+class PacingReason(StrEnum):
+    """Why the pacer asks for packs, or for none."""
+
+    NEEDED = "needed"
+    """They will be fresh at the wanted step that lacks them."""
+    NOT_MEASURED = "not_measured"
+    """Nobody knows yet how long a production takes; making some tells."""
+    CATCHING_UP = "catching_up"
+    """This rank missed wanted steps in a row, so the forecast is not trusted."""
+    LAST_CALL = "last_call"
+    """A production that started a step later would miss the wanted step."""
+    PRODUCTION_BINDS = "production_binds"
+    """Production is slower than the need, so it does not idle between rounds."""
+    TARGET_MET = "target_met"
+    """The packs at hand are enough."""
+    TOO_EARLY = "too_early"
+    """A pack made now would be stale when its step comes."""
+    CHANNEL_B_OFF = "channel_b_off"
+
+
+@dataclass(frozen=True, slots=True)
+class PacingDecision:
+    """How many packs to make now (0: none) and why."""
+
+    num_packs: int
+    reason: PacingReason
+
+
+@dataclass(frozen=True, slots=True)
+class PacingVerdict:
+    """What production can give against what the schedule needs, in packs per step on this rank."""
+
+    made_per_step: float
+    needed_per_step: float
+
+    @property
+    def load(self) -> float:
+        """The share of its time that production must work to meet the need; over 1 it cannot."""
+        return self.needed_per_step / self.made_per_step
+
+    @property
+    def binds(self) -> bool:
+        """Whether production, not the schedule, decides how often channel B runs."""
+        return self.load > 1
+
+    def __str__(self) -> str:
+        rates = f"{self.made_per_step:.2f} packs per step can be made, {self.needed_per_step:.2f} are needed"
+        if not self.binds:
+            return f"production keeps up: {rates}"
+        return (
+            f"production binds: {rates}, so at most {1 / self.load:.0%} of the wanted "
+            "B steps can run; add rollout servers, shorten rollouts or lower b_ratio"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +92,7 @@ class Pacer:
     version_window: int
     sync_every_steps: int
     target_packs: int
-    """``prefetch_target_packs``: the most packs at hand and in the making that are of use."""
+    """``prefetch_target_packs``: the most packs at hand that are of use."""
     packs_per_b_step: int
     """``gradient_accumulation_steps``."""
 
@@ -61,10 +104,10 @@ class Pacer:
         """
         if self.b_ratio == 0:
             return PacingDecision(0, PacingReason.CHANNEL_B_OFF)
-        room = self.target_packs - self._num_useful(state)
+        room = self.target_packs - self._num_fresh_next(state, self._wanted_from(state.step + 1))
         if room <= 0:
             return PacingDecision(0, PacingReason.TARGET_MET)
-        if state.production_steps is None:
+        if state.pace is None:
             return self._decide_blindly(state, PacingReason.NOT_MEASURED)
         quick = self._shortage(state, state.holding_pace.quick_steps)
         if quick.num_packs:
@@ -82,11 +125,7 @@ class Pacer:
     def is_starving(self, state: PacingState) -> bool:
         """Say whether fewer ready packs than a B step needs will be fresh at the next wanted one."""
         step = next_wanted_step(state.step + 1, self.b_ratio)
-        if step is None:
-            return False
-        forecast = self._outlook(state).rounds_if_idle()
-        fresh = sum(self._is_fresh_at(step, version, forecast) for version in state.ready_versions)
-        return fresh < self.packs_per_b_step
+        return step is not None and self._num_fresh_next(state, step) < self.packs_per_b_step
 
     def verdict(self, state: PacingState) -> PacingVerdict:
         """Compare the rate of a production that never idles with the need of the schedule.
@@ -102,40 +141,34 @@ class Pacer:
         """Fill up to the target without a forecast: what is fresh now counts, so no version is made twice over."""
         num_fresh = sum(
             is_fresh(version, current=state.current_version, window=self.version_window)
-            for _, version in self._outlook(state).packs_at_hand()
+            for version in state.ready_versions
         )
         room = self.target_packs - num_fresh
         return PacingDecision(room, reason) if room > 0 else PacingDecision(0, PacingReason.TARGET_MET)
 
-    def _num_useful(self, state: PacingState) -> int:
-        """Count the packs, ready and in the making, that will be fresh at the next wanted step they can reach."""
-        outlook = self._outlook(state)
-        forecast = outlook.rounds_if_idle()
-        return sum(
-            self._is_fresh_at(self._wanted_from(arrival), version, forecast)
-            for arrival, version in outlook.packs_at_hand()
-        )
+    def _num_fresh_next(self, state: PacingState, step: int) -> int:
+        """Count the ready packs that will be fresh at ``step``, the next wanted one."""
+        forecast = self._outlook(state).rounds_if_idle()
+        return sum(self._is_fresh_at(step, version, forecast) for version in state.ready_versions)
 
     def _shortage(self, state: PacingState, holding_steps: float) -> _Shortage:
         """Walk the wanted steps to come, oldest packs first, and count what they lack and packs made now can fill."""
         outlook = self._outlook(state)
         arrival = outlook.arrival
         forecast = outlook.rounds_if_made(holding_steps)
-        at_hand = list(outlook.packs_at_hand())
+        at_hand = list(state.ready_versions)
         num_packs, first_lacking = 0, None
         step = self._wanted_from(state.step + 1)
         while num_packs < self.target_packs:
-            at_hand = [pack for pack in at_hand if self._is_fresh_at(step, pack[1], forecast)]
-            arrived = [pack for pack in at_hand if pack[0] <= step][: self.packs_per_b_step]
-            lacking = self.packs_per_b_step - len(arrived)
+            at_hand = [version for version in at_hand if self._is_fresh_at(step, version, forecast)]
+            lacking = max(0, self.packs_per_b_step - len(at_hand))
             if step >= arrival and lacking:
                 first_lacking = step if first_lacking is None else first_lacking
                 if not self._is_fresh_at(step, outlook.version_at_start, forecast):
                     break
                 num_packs += lacking
             if step >= arrival or not lacking:
-                for pack in arrived:
-                    at_hand.remove(pack)
+                del at_hand[: self.packs_per_b_step]
             out_of_reach = len(at_hand) < self.packs_per_b_step
             step = self._wanted_from(max(step + 1, arrival) if out_of_reach else step + 1)
         return _Shortage(num_packs, first_lacking)
@@ -177,8 +210,8 @@ class Pacer:
         return max(self.sync_every_steps, first_step_after(busy_steps))
 
     def _productions_per_cycle(self, state: PacingState) -> int:
-        production_steps = max(state.holding_pace.typical_steps, _SHORTEST_PRODUCTION_STEPS)
-        return math.ceil(self.sync_every_steps / production_steps)
+        steps = max(state.holding_pace.typical_steps, _SHORTEST_PRODUCTION_STEPS)
+        return math.ceil(self.sync_every_steps / steps)
 
 
 def max_prompts_in_flight(max_inflight_per_server: int, num_proven_servers: int, world_size: int) -> int:

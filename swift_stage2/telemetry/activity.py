@@ -1,16 +1,108 @@
-"""What the main thread and the pipeline's thread do at every moment: the two actors whose time a run accounts for."""
+"""What the main thread and the pipeline's thread do at every moment: the two actors whose time a run accounts for.
+
+One interval of an actor ends where the next begins, in integer nanoseconds, so that its activities add up to wall
+time exactly.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from swift_stage2.process.standing import Standing
-from swift_stage2.telemetry.interval_clock import NANOSECONDS, IntervalClock, OnClosed
 
-__all__ = ["NANOSECONDS", "Activity", "ActivityClock", "PipelineActivity"]
+NANOSECONDS = 1_000_000_000
+
+ActivityT = TypeVar("ActivityT", bound=StrEnum)
+OnClosed = Callable[[str, int, int], None]
+
+
+class IntervalClock(Generic[ActivityT]):
+    """Exactly one activity at every moment, from construction on."""
+
+    def __init__(
+        self,
+        first: ActivityT,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        on_closed: OnClosed | None = None,
+    ) -> None:
+        """``first`` is what the actor does until it is told otherwise.
+
+        ``on_closed`` gets every interval that has ended: activity, start and end in nanoseconds of ``now_ns``. It is
+        called under the clock's lock, so in order; it must be brief and not come back here.
+        """
+        self._now_ns = now_ns
+        self._on_closed = on_closed
+        self._lock = threading.Lock()
+        self._total_ns: dict[ActivityT, int] = dict.fromkeys(type(first), 0)
+        self._current = first
+        self._began_ns = self._since_ns = self._started_ns = now_ns()
+
+    @property
+    def wall_ns(self) -> int:
+        """Wall time up to the last switch or reading: one subtraction, not the sum of the activities."""
+        with self._lock:
+            return self._since_ns - self._started_ns
+
+    @property
+    def current(self) -> ActivityT:
+        """What the actor does now."""
+        return self._current
+
+    def switch(self, activity: ActivityT) -> ActivityT:
+        """End the current interval and begin the next; return the activity that ended."""
+        with self._lock:
+            return self._begin(activity)
+
+    def switch_from(self, ended: ActivityT, activity: ActivityT) -> bool:
+        """Switch, but only if ``ended`` is what the actor does now; whether it was."""
+        with self._lock:
+            if self._current is not ended:
+                return False
+            self._begin(activity)
+            return True
+
+    def end_interval(self) -> None:
+        """End the current interval, so that ``on_closed`` gets it too; the actor goes on with what it does."""
+        with self._lock:
+            self._begin(self._current)
+
+    def totals_ns(self) -> dict[ActivityT, int]:
+        """Nanoseconds per activity until now."""
+        return self.read_ns()[0]
+
+    def read_ns(self) -> tuple[dict[ActivityT, int], int]:
+        """Nanoseconds per activity until now, and the wall time of the same moment, which is exactly their sum."""
+        with self._lock:
+            self._count()
+            return dict(self._total_ns), self._since_ns - self._started_ns
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps; time between two processes of a run belongs to no activity."""
+        return {str(activity): total for activity, total in self.totals_ns().items()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Add the time of the processes before this one."""
+        with self._lock:
+            for activity in self._total_ns:
+                self._total_ns[activity] += state.get(activity, 0)
+                self._started_ns -= state.get(activity, 0)
+
+    def _begin(self, activity: ActivityT) -> ActivityT:
+        self._count()
+        if self._on_closed is not None and self._since_ns > self._began_ns:
+            self._on_closed(str(self._current), self._began_ns, self._since_ns)
+        ended, self._current, self._began_ns = self._current, activity, self._since_ns
+        return ended
+
+    def _count(self) -> None:
+        now = self._now_ns()
+        self._total_ns[self._current] += now - self._since_ns
+        self._since_ns = now
 
 
 class Activity(StrEnum):

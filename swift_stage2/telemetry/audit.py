@@ -9,6 +9,7 @@ was taken beside the first record: overwriting needs none.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
@@ -22,8 +23,30 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from swift_stage2.telemetry.storage_warning import StorageWarning
 from swift_stage2.whole_file import flush_directory
+
+logger = logging.getLogger(__name__)
+
+
+class StorageWarning:
+    """Shared by everything that writes for one rank: the first failure is told, later ones are not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = False
+
+    def report(self, path: object, error: OSError) -> None:
+        """Log ``error`` if it is the first one."""
+        with self._lock:
+            if self._told:
+                return
+            self._told = True
+        logger.warning(
+            "telemetry cannot be written to %s: %s; training goes on, records are lost until there is room again",
+            path,
+            error,
+        )
+
 
 Record = dict[str, Any]
 GAP = "gap"

@@ -15,25 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.telemetry import merging, scalars
+from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
-from swift_stage2.telemetry.audit import AuditLog, audit_path, to_json
-from swift_stage2.telemetry.counters import Counters
-from swift_stage2.telemetry.evaluation_recorder import EvaluationRecorder
-from swift_stage2.telemetry.facts import EvaluationFacts, RoundFacts, StepFacts
-from swift_stage2.telemetry.ledger import Ledger, ledger_path
+from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
+from swift_stage2.telemetry.ledger import Ledger, RunRecord, ledger_path, record_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.match_log import MatchLog, matches_path
-from swift_stage2.telemetry.merging import SumAcrossRanks
-from swift_stage2.telemetry.metrics import PREFIX
-from swift_stage2.telemetry.pipeline_recorder import PipelineRecorder
-from swift_stage2.telemetry.run_record import RunRecord, record_path
-from swift_stage2.telemetry.spans import Trace
-from swift_stage2.telemetry.step_recorder import StepRecorder
-from swift_stage2.telemetry.storage_warning import StorageWarning
-from swift_stage2.telemetry.tensorboard import TensorBoardSink
-from swift_stage2.telemetry.unused_b import UnusedB
+from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
+from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder, StepRecorder, UnusedB
+from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
+from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +60,15 @@ class Telemetry:
         self.counters = Counters()
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
-        self.audit = AuditLog(audit_path(run_dir, rank) if audit else None, rank, warning=self._storage)
-        keeps_ledger = audit and queue_limit is not None
-        self.ledger = Ledger(
-            AuditLog(ledger_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage)
-        )
-        self.record = RunRecord(
-            AuditLog(record_path(run_dir, rank) if record else None, rank, warning=self._storage)
-        )
-        self.matches = MatchLog(
-            AuditLog(matches_path(run_dir, rank) if keeps_ledger else None, rank, warning=self._storage),
-            kept_rows,
-        )
+
+        def log(path_of: Callable[[Path, int], Path], kept: bool) -> AuditLog:
+            return AuditLog(path_of(run_dir, rank) if kept else None, rank, warning=self._storage)
+
+        b_enabled = queue_limit is not None
+        self.audit = log(audit_path, audit)
+        self.ledger = Ledger(log(ledger_path, audit and b_enabled))
+        self.record = RunRecord(log(record_path, record))
+        self.matches = MatchLog(log(matches_path, audit and b_enabled), kept_rows)
         self.pipeline = PipelineRecorder(
             self.counters, self.audit, self.ledger, self.record, self.matches, self.trace
         )
@@ -87,7 +76,6 @@ class Telemetry:
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
-        b_enabled = queue_limit is not None
         self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
         self._unused_b = UnusedB()
         self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
@@ -120,7 +108,7 @@ class Telemetry:
             text = json.dumps(to_json(settings), indent=2)
             self._board.write_text(f"{PREFIX}settings", f"```json\n{text}\n```")
 
-    def record_step(self, facts: StepFacts) -> None:
+    def record_step(self, facts: StepRecord) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
         self._recorder.step(facts)
         self._unused_b.step(facts)
@@ -128,7 +116,7 @@ class Telemetry:
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
         if self._board is not None:
-            self._plans.append((facts.step, time.time(), scalars.scalars_of_plan(facts.plan)))
+            self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
         self._tracker.step(facts)
         self._show()
 
@@ -136,7 +124,7 @@ class Telemetry:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
         self.record.losses(step, losses)
 
-    def record_round(self, step: int, outcome: RoundFacts, pending_seconds: float = 0.0) -> None:
+    def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
         self._recorder.round(step, outcome, pending_seconds)
         self._unused_b.round(outcome)
@@ -149,7 +137,7 @@ class Telemetry:
                 )
         self._show()
 
-    def record_evaluation(self, facts: EvaluationFacts) -> None:
+    def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         values = self.evaluation.ended(facts)
         self._tracker.evaluation(facts)
@@ -191,13 +179,13 @@ class Telemetry:
 
         Returns the scalars by full tag, equal on every rank.
         """
-        numbers, activity_ns = self._read_gauges(), self.clock.totals_ns()
-        mine = merging.encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
-        merged = merging.decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
-        values = scalars.scalars_of_merge(merged, self._window_start)
+        numbers, (activity_ns, wall_ns) = self._read_gauges(), self.clock.read_ns()
+        mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
+        merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
+        values = scalars_of_merge(merged, self._window_start)
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
-        self._audit_metrics(step, numbers, activity_ns, epoch)
+        self._audit_metrics(step, numbers, activity_ns, wall_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
@@ -228,7 +216,7 @@ class Telemetry:
             return
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
-        self._audit_metrics(None, self.counters.snapshot(), self.clock.totals_ns(), None)
+        self._audit_metrics(None, self.counters.snapshot(), *self.clock.read_ns(), None)
         if self.unused_b:
             self.audit.write("unused_b", cause=self.unused_b)
         self.audit.close()
@@ -254,23 +242,21 @@ class Telemetry:
         step: int | None,
         numbers: Mapping[str, float],
         activity_ns: Mapping[Activity, int],
+        wall_ns: int,
         epoch: float | None,
     ) -> None:
+        pipeline: dict[str, Any] = {}
+        if self._queue_limit is not None:
+            pipeline["pipeline_ns"], pipeline["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
         self.audit.write(
             "metrics",
             step=step,
             epoch=epoch,
             numbers=numbers,
             activity_ns=activity_ns,
-            wall_ns=self.clock.wall_ns,
-            **self._pipeline_time(),
+            wall_ns=wall_ns,
+            **pipeline,
         )
-
-    def _pipeline_time(self) -> dict[str, Any]:
-        if self._queue_limit is None:
-            return {}
-        pipeline_ns, wall_ns = self.pipeline.clock.read_ns()
-        return {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
 
     def _flush_plans(self) -> None:
         assert self._board is not None

@@ -1,8 +1,8 @@
-"""Turns what happens to samples into one rank's ledger, JSON lines that only grow: ``RUN_DIR/ledger/rankN.jsonl``.
+"""Keeps every sample's life, ``RUN_DIR/ledger/rankN.jsonl``, and what a replay needs besides, ``RUN_DIR/record/``.
 
 Written by the audit's own line writer, so a torn line is stepped over and a full disk leaves a gap record. What
 the sample source tells is written under its lock, so the ledger up to a ``checkpoint`` record and that
-checkpoint's state agree exactly. Read by ``ledger_account``; ``docs/design/ledger.md`` tells what it proves.
+checkpoint's state agree exactly. ``docs/design/ledger.md`` tells what it proves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
+from swift_stage2.records import Pack, Rollout, SampleKey, Segment, StepRecord
 from swift_stage2.telemetry.audit import GAP, AuditLog, Record, is_empty_gap, record_of
-from swift_stage2.telemetry.facts import KeyFacts, PackFacts, SegmentFacts
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
 
 
@@ -83,29 +83,29 @@ class Ledger:
             state=state,
         )
 
-    def drawn(self, keys: Sequence[KeyFacts]) -> None:
+    def drawn(self, keys: Sequence[SampleKey]) -> None:
         """The source gave out these samples, new or returned."""
         self._log.write(Entry.DRAWN, samples=_entries(keys))
 
     def read(
-        self, keys: Sequence[KeyFacts], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
     ) -> None:
         """Rows and images of drawn samples were read; one entry per sample."""
         self._log.write(
             Entry.READ, samples=_entries(keys), num_objects=list(num_objects), num_pixels=list(num_pixels)
         )
 
-    def sent(self, keys: Sequence[KeyFacts], *, server: str, seed: int, version: int) -> None:
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         """A POST asks ``server``, which holds ``version``, for one rollout each."""
         self._log.write(Entry.SENT, samples=_entries(keys), server=server, seed=seed, version=version)
 
-    def finished(self, keys: Sequence[KeyFacts], *, server: str, end: str, seconds: float) -> None:
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """That POST ended."""
         self._log.write(
             Entry.FINISHED, samples=_entries(keys), server=server, end=end, seconds=round(seconds, 4)
         )
 
-    def matched(self, segment: SegmentFacts) -> None:
+    def matched(self, segment: Segment) -> None:
         """A rollout became a segment."""
         self._log.write(
             Entry.MATCHED,
@@ -116,7 +116,7 @@ class Ledger:
             quality=segment.quality,
         )
 
-    def packed(self, pack: PackFacts) -> None:
+    def packed(self, pack: Pack) -> None:
         """Segments became a pack; called before the pack can be trained or dropped."""
         self._log.write(
             Entry.PACKED,
@@ -127,15 +127,15 @@ class Ledger:
             capacity_tokens=pack.capacity_tokens,
         )
 
-    def returned(self, keys: Sequence[KeyFacts], reason: str) -> None:
+    def returned(self, keys: Sequence[SampleKey], reason: str) -> None:
         """Samples came back untrained."""
         self._log.write(Entry.RETURNED, samples=_entries(keys), reason=reason)
 
-    def trained(self, keys: Sequence[KeyFacts], *, pack_id: str, step: int, version: int) -> None:
+    def trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """``step`` takes a pack, under the weights ``version``."""
         self._log.write(Entry.TRAINED, samples=_entries(keys), pack_id=pack_id, step=step, version=version)
 
-    def quarantined(self, key: KeyFacts, reason: str, message: str) -> None:
+    def quarantined(self, key: SampleKey, reason: str, message: str) -> None:
         """A sample is given up."""
         self._log.write(Entry.QUARANTINED, samples=_entries([key]), reason=reason, message=message)
 
@@ -205,5 +205,73 @@ def _parse(line: bytes) -> Record:
     return {"kind": GAP, "records_lost": 1}
 
 
-def _entries(keys: Sequence[KeyFacts]) -> list[list[int]]:
+def _entries(keys: Sequence[SampleKey]) -> list[list[int]]:
     return [[key.epoch, key.position, key.index, key.attempt] for key in keys]
+
+
+class RecordEntry(StrEnum):
+    """What a line tells."""
+
+    START = Entry.START.value
+    """A process began: the ``run_id`` that its ledger has too, its configuration and surroundings."""
+    COMPLETION = "completion"
+    """What a server said to ``sample``, [epoch, position, index, attempt]."""
+    STEP = "step"
+    """A step's plan, before it trains. The packs of channel B are those that the ledger says ``step`` trained."""
+    LOSSES = "losses"
+    """The step is over; the loss of every micro_step as ``float.hex``."""
+
+
+def record_path(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` of a run writes."""
+    return run_dir / "record" / f"rank{rank}.jsonl"
+
+
+class RunRecord:
+    """One rank's part of what a replay needs. Safe for any number of threads; never raises for the disk's sake."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+
+    def start(
+        self,
+        *,
+        run_id: str,
+        step: int,
+        world_size: int,
+        config: Mapping[str, Any],
+        surroundings: Mapping[str, Any],
+    ) -> None:
+        """A process begins before ``step``. ``config`` holds no secret."""
+        self._log.write(
+            RecordEntry.START,
+            run_id=run_id,
+            step=step,
+            world_size=world_size,
+            config=config,
+            surroundings=surroundings,
+        )
+
+    def completion(self, rollout: Rollout) -> None:
+        """A server answered; called before the rollout becomes a segment."""
+        key = rollout.sample.key
+        self._log.write(
+            RecordEntry.COMPLETION,
+            sample=[key.epoch, key.position, key.index, key.attempt],
+            text=rollout.text,
+            token_ids=rollout.token_ids,
+            truncated=rollout.truncated,
+            spans=[[span.version, span.start, span.end] for span in rollout.spans],
+        )
+
+    def step(self, facts: StepRecord) -> None:
+        """A step's plan is made; ``version`` tells which round was the last one committed before it."""
+        self._log.write(RecordEntry.STEP, step=facts.step, channel=facts.plan.channel, version=facts.version)
+
+    def losses(self, step: int, losses: Sequence[str]) -> None:
+        """``step`` has trained."""
+        self._log.write(RecordEntry.LOSSES, step=step, losses=losses)
+
+    def close(self) -> None:
+        """Close the file; later lines are dropped. May be called again."""
+        self._log.close()

@@ -10,8 +10,8 @@ import random
 from collections.abc import Container
 from pathlib import Path
 
+from swift_stage2.records import IntegerBox, Rollout, Target
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.facts import ObjectFacts, RolloutFacts, TargetFacts
 
 MOST_BYTES = 64 * 2**20
 _EVALUATED_ROWS = 64
@@ -36,12 +36,12 @@ class MatchLog:
         self._rows = rows
         self._evaluated: Container[int] = range(_EVALUATED_ROWS) if rows else ()
 
-    def training(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+    def training(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A rollout became a segment."""
         if rollout.sample.key.index in self._rows:
             self._write("training", rollout, target, space)
 
-    def evaluation(self, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None) -> None:
+    def evaluation(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A sample of an evaluation was answered."""
         if rollout.sample.key.index in self._evaluated:
             self._write("evaluation", rollout, target, space)
@@ -50,9 +50,7 @@ class MatchLog:
         """Close the file; later records are dropped. May be called again."""
         self._log.close()
 
-    def _write(
-        self, purpose: str, rollout: RolloutFacts, target: TargetFacts, space: tuple[int, int] | None
-    ) -> None:
+    def _write(self, purpose: str, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         match, key = target.match, rollout.sample.key
         if match is None or space is None or self._log.num_bytes > MOST_BYTES:
             return
@@ -73,6 +71,6 @@ class MatchLog:
         )
 
 
-def _object(each: ObjectFacts) -> dict[str, object]:
+def _object(each: tuple[str, IntegerBox]) -> dict[str, object]:
     label, box = each
     return {"label": label, "box": box}

@@ -1,28 +1,26 @@
-"""Declares every number that is kept: its name, whether it counts or gauges, how ranks merge, and its tag.
+"""Declares every number that is kept, holds one rank's, and adds all ranks' up.
 
-One table, so that a misspelt name raises, all ranks exchange vectors of one order, and
-``docs/design/metrics.md`` can be checked against it. Read by ``Counters``, the merging and the layout.
+One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, all
+ranks exchange vectors of one order, and ``docs/design/metrics.md`` can be checked against it. One sum over a vector
+of fixed length merges: gauges that need a minimum or a maximum travel in one slot per rank, where every other rank
+adds zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import difflib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swift_stage2.records import ObjectDropReason, QuarantineReason
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry.activity import Activity
+
 PREFIX = "stage2_ab/"
 
-# Declared here because telemetry stands below the modules that own these reasons; a test compares them.
-PARSE_DROP_REASONS = (
-    "not_an_object",
-    "unexpected_key",
-    "missing_box",
-    "wrong_arity",
-    "invalid_box",
-    "missing_label",
-)
-SKIP_REASONS = ("not_enough_packs", "truncation_guard", "servers_suspect", "pipeline_failed")
-QUARANTINE_REASONS = ("bad_sample", "prompt_mismatch", "poisonous_request", "too_slow")
 STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
 
 
@@ -88,7 +86,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("b_steps_run", "steps that trained on channel B", None, Merge.SAME),
     *_family(
         "b_steps_skipped",
-        SKIP_REASONS,
+        SkipReason,
         "wanted B steps that ran channel A",
         "async/skipped/{}_total",
         Merge.SAME,
@@ -103,9 +101,9 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
     _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
-    *_family("samples_quarantined", QUARANTINE_REASONS, "samples given up", None, Merge.SUM),
+    *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
-    *_family("objects_dropped", PARSE_DROP_REASONS, "objects dropped", "parse/dropped/{}", Merge.SUM),
+    *_family("objects_dropped", ObjectDropReason, "objects dropped", "parse/dropped/{}", Merge.SUM),
     _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
@@ -152,3 +150,147 @@ EVALUATION_TAGS: tuple[str, ...] = tuple(
 )
 
 METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+class Counters:
+    """One rank's counters and gauges, which any thread may move. A name that is not declared raises ValueError.
+
+    Gauges have no value until they are set. Counters continue after a resume; gauges do not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
+        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.kind is Kind.GAUGE}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Grow a counter; a negative ``amount`` raises ValueError, as one that is not a number."""
+        if not amount >= 0:
+            raise ValueError(f"a counter only grows, got name={name!r} amount={amount}")
+        self._check(name, Kind.COUNTER)
+        with self._lock:
+            self._counts[name] += amount
+
+    def set(self, name: str, value: float | None) -> None:
+        """Set a gauge; None takes its value away."""
+        self._check(name, Kind.GAUGE)
+        with self._lock:
+            self._gauges[name] = value
+
+    def raise_to(self, name: str, value: float) -> None:
+        """Set a gauge to ``value`` unless it is higher already."""
+        self._check(name, Kind.GAUGE)
+        with self._lock:
+            before = self._gauges[name]
+            self._gauges[name] = value if before is None else max(before, value)
+
+    def value(self, name: str) -> float | None:
+        """One number as it is now; None for a gauge that was never set."""
+        with self._lock:
+            if name in self._counts:
+                return self._counts[name]
+            self._check(name, Kind.GAUGE)
+            return self._gauges[name]
+
+    def snapshot(self) -> dict[str, float]:
+        """Every number at one moment, in the table's order; gauges that were never set are left out."""
+        with self._lock:
+            counts, gauges = dict(self._counts), dict(self._gauges)
+        return counts | {name: value for name, value in gauges.items() if value is not None}
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: the counters."""
+        with self._lock:
+            return dict(self._counts)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint. Counters it does not know start at zero; others it names are ignored."""
+        with self._lock:
+            for name in self._counts:
+                self._counts[name] = state.get(name, 0)
+
+    @staticmethod
+    def _check(name: str, kind: Kind) -> None:
+        metric = METRICS_BY_NAME.get(name)
+        if metric is None:
+            nearest = difflib.get_close_matches(name, METRICS_BY_NAME, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "declare it in telemetry/metrics.py"
+            raise ValueError(f"a metric must be declared, got name={name!r}; {hint}")
+        if metric.kind is not kind:
+            verb = "add to" if metric.kind is Kind.COUNTER else "set"
+            raise ValueError(f"{name!r} is a {metric.kind}; {verb} it instead")
+
+
+SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
+
+_SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
+_SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
+_GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedMetrics:
+    """One view of all ranks."""
+
+    values: Mapping[str, float]
+    """By metric name; gauges that no rank has set are left out."""
+    per_rank: Mapping[str, tuple[float | None, ...]]
+    """Gauges by rank; None where a rank has not set one."""
+    activity_ns: Mapping[Activity, int]
+    """Added up over ranks."""
+
+
+def vector_length(world_size: int) -> int:
+    """How many numbers every rank contributes."""
+    return len(_SUMMED) + len(Activity) + len(_GAUGES) * world_size
+
+
+def encode(
+    numbers: Mapping[str, float], activity_ns: Mapping[Activity, int], *, rank: int, world_size: int
+) -> tuple[float, ...]:
+    """One rank's contribution. ``numbers`` is a ``Counters.snapshot()``; an unset gauge travels as NaN."""
+    slots = [0.0] * (len(_GAUGES) * world_size)
+    for index, metric in enumerate(_GAUGES):
+        slots[index * world_size + rank] = numbers.get(metric.name, math.nan)
+    return (
+        *(float(numbers[name]) for name in _SUMMED),
+        *(float(activity_ns[activity]) for activity in Activity),
+        *slots,
+    )
+
+
+def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size: int) -> MergedMetrics:
+    """Read the element-wise sum of all ranks' contributions; ``numbers`` gives what is the same on every rank.
+
+    Raises:
+        ValueError: the vector was not made for ``world_size`` ranks.
+    """
+    if len(vector) != vector_length(world_size):
+        raise ValueError(
+            f"the merged vector has {vector_length(world_size)} entries for {world_size} ranks, got {len(vector)}; "
+            "all ranks must run the same release"
+        )
+    values = dict(zip(_SUMMED, vector, strict=False)) | {name: numbers[name] for name in _SAME}
+    begin = len(_SUMMED) + len(Activity)
+    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(_SUMMED) : begin], strict=True)}
+    per_rank: dict[str, tuple[float | None, ...]] = {}
+    for index, metric in enumerate(_GAUGES):
+        start = begin + index * world_size
+        slots = tuple(None if math.isnan(slot) else slot for slot in vector[start : start + world_size])
+        per_rank[metric.name] = slots
+        merged = _merge_gauge(metric, [slot for slot in slots if slot is not None])
+        if merged is not None:
+            values[metric.name] = merged
+    return MergedMetrics(values, per_rank, activity_ns)
+
+
+def _merge_gauge(metric: Metric, present: Sequence[float]) -> float | None:
+    if not present:
+        return None
+    match metric.merge:
+        case Merge.SUM:
+            return sum(present)
+        case Merge.MIN:
+            return min(present)
+        case Merge.MAX | Merge.SAME:
+            return max(present)

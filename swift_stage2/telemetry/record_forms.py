@@ -1,4 +1,4 @@
-"""Tells whether a record of the ledger or the audit has the form of its kind, so that readers may rely on it. Pure.
+"""Tells whether a record of ledger, audit or recording has the form of its kind, so that readers may rely on it.
 
 Files are damaged by disks, copies and hands. A record of another form is counted as lost by whoever reads it, and
 never believed. Named are the fields that readers use; others may be there.
@@ -6,258 +6,202 @@ never believed. Named are the fields that readers use; others may be there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from swift_stage2.telemetry.metrics import METRICS, Kind
 
-Check = Callable[[Any], bool]
-Form = dict[str, Check]
+Forms = Mapping[str, type[BaseModel]]
 
-_ALIGNED = {"read": ("samples", "num_objects", "num_pixels")}
-"""Lists of a kind that are of one length."""
-_ABSENT = object()
 _MOST = 2**62
-_MOST_RANKS = 2**16
 _COUNTERS = {metric.name for metric in METRICS if metric.kind is Kind.COUNTER} | {"queue_limit"}
+_STRICT = ConfigDict(strict=True)
 
 
-def has_form(record: Mapping[str, Any], forms: Mapping[str, Form]) -> bool:
+def has_form(record: Mapping[str, Any], forms: Forms) -> bool:
     """Whether the record has every field of its kind's form, and each of them passes; kinds without a form have any."""
-    kind = record["kind"]
-    return all(check(record.get(name, _ABSENT)) for name, check in forms.get(kind, {}).items()) and (
-        kind not in forms or len({len(record[name]) for name in _ALIGNED.get(kind, ())}) <= 1
-    )
-
-
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -_MOST < value < _MOST
-
-
-def _count(value: Any) -> bool:
-    return _integer(value) and value >= 0
-
-
-def _num_ranks(value: Any) -> bool:
-    return _integer(value) and 1 <= value <= _MOST_RANKS
-
-
-def _number(value: Any) -> bool:
-    """Not negative, and nothing that sums and quotients of it would make infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _hex(value: Any) -> bool:
-    """A loss to its last bit, not finite ones included."""
+    form = forms.get(record["kind"])
     try:
-        return isinstance(value, str) and float.fromhex(value) is not None
-    except (ValueError, OverflowError):
+        return form is None or form.model_validate(record) is not None
+    except (ValidationError, OverflowError):
         return False
 
 
-def _loss(value: Any) -> bool:
-    """One that is not finite is written as text."""
-    try:
-        return isinstance(value, int | float | str) and float(value) is not None
-    except (ValueError, OverflowError):
-        return False
+def _hex(value: str) -> str:
+    float.fromhex(value)
+    return value
 
 
-def _mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _span(value: Any) -> bool:
-    """[version, start, end]."""
-    return isinstance(value, list) and len(value) == 3 and all(map(_count, value))
-
-
-def _channel(value: Any) -> bool:
-    return value in ("A", "B")
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _maybe(check: Check) -> Check:
-    """Of what earlier releases did not write."""
-    return lambda value: value is None or value is _ABSENT or check(value)
-
-
-def _each(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _by_name(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-def _with(**form: Check) -> Check:
-    return lambda value: (
-        isinstance(value, dict) and all(check(value.get(name, _ABSENT)) for name, check in form.items())
-    )
-
-
-def _sample(value: Any) -> bool:
-    """[epoch, position, row, attempt]."""
-    return isinstance(value, list) and len(value) == 4 and all(map(_count, value))
-
-
-def _numbers(value: Any) -> bool:
+def _finite_counters(numbers: dict[str, Any]) -> dict[str, Any]:
     """Of a metrics record. A gauge that is not finite is written as text."""
-    return isinstance(value, dict) and all(
-        _number(number) or name not in _COUNTERS for name, number in value.items()
-    )
+    for name in _COUNTERS & numbers.keys():
+        number = numbers[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < _MOST:
+            raise ValueError(f"{name} is no count")
+    return numbers
 
 
-_samples = _each(_sample)
-_state = _with(
-    epoch=_count, position=_count, num_rows=_count, world_size=_num_ranks, seed=_integer, outstanding=_samples
+def _aligned(form: BaseModel) -> BaseModel:
+    """Lists of one record are of one length."""
+    if len({len(getattr(form, name)) for name in ("samples", "num_objects", "num_pixels")}) > 1:
+        raise ValueError("one entry per sample")
+    return form
+
+
+_Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
+_Count = Annotated[int, Field(ge=0, lt=_MOST)]
+_NumRanks = Annotated[int, Field(ge=1, le=2**16)]
+# Nothing that sums and quotients of it would make infinite.
+_Number = Annotated[float, Field(ge=0, lt=_MOST, allow_inf_nan=False)]
+_Loss = float | Annotated[str, AfterValidator(float)]  # one that is not finite is written as text
+_HexFloat = Annotated[str, AfterValidator(_hex)]
+_Sample = Annotated[list[_Count], Field(min_length=4, max_length=4)]  # epoch, position, row, attempt
+_Span = Annotated[list[_Count], Field(min_length=3, max_length=3)]  # version, start, end
+_Numbers = Annotated[dict[str, Any], AfterValidator(_finite_counters)]
+_Channel = Literal["A", "B"]
+
+
+def _form(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
+    """``optional`` fields may be null or absent: earlier releases did not write them."""
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in required.items()}
+    fields |= {name: (kind | None, None) for name, kind in (optional or {}).items()}
+    return create_model("Form", __config__=_STRICT, **fields)
+
+
+def _told(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
+    """Of the ledger, whose records are numbered."""
+    return _form({"sequence": _Count} | dict(optional or {}), **required)
+
+
+_Samples = list[_Sample]
+_Seconds = dict[str, _Number]
+_State = _form(
+    epoch=_Count, position=_Count, num_rows=_Count, world_size=_NumRanks, seed=_Integer, outstanding=_Samples
 )
-_ns_by_name = _by_name(_number)
-_sequence: Form = {"sequence": _maybe(_count)}
-_gap: Form = {"records_lost": _count}
+_Quality = _form(num_predictions=_Count, num_ground_truth=_Count, num_pairs=_Count, sum_iou=_Number)
+_GAP = _form(records_lost=_Count)
 
-LEDGER_FORMS: Mapping[str, Form] = {
-    "gap": _gap,
-    "start": _sequence
-    | {
-        "run_id": _maybe(_text),
-        "step": _count,
-        "world_size": _maybe(_num_ranks),
-        "version_window": _count,
-        "save_id": _or_none(_text),
-        "state": _state,
-    },
-    "drawn": _sequence | {"samples": _samples},
-    "read": _sequence
-    | {"samples": _samples, "num_objects": _each(_count), "num_pixels": _each(_or_none(_count))},
-    "sent": _sequence | {"samples": _samples},
-    "finished": _sequence | {"samples": _samples, "end": _text, "seconds": _number},
-    "matched": _sequence
-    | {
-        "samples": _samples,
-        "version": _count,
-        "num_rollout_tokens": _count,
-        "quality": _with(num_predictions=_count, num_ground_truth=_count, num_pairs=_count, sum_iou=_number),
-    },
-    "packed": _sequence
-    | {"samples": _samples, "pack_id": _text, "num_tokens": _count, "capacity_tokens": _count},
-    "returned": _sequence | {"samples": _samples, "reason": _text},
-    "trained": _sequence | {"samples": _samples, "pack_id": _text, "step": _count, "version": _count},
-    "quarantined": _sequence | {"samples": _samples, "reason": _text},
-    "checkpoint": _sequence | {"step": _count, "save_id": _text, "state": _state},
-    "end": _sequence,
+LEDGER_FORMS: Forms = {
+    "gap": _GAP,
+    "start": _told(
+        {"run_id": str, "world_size": _NumRanks},
+        step=_Count,
+        version_window=_Count,
+        save_id=str | None,
+        state=_State,
+    ),
+    "drawn": _told(samples=_Samples),
+    "read": create_model(
+        "Read",
+        __base__=_told(samples=_Samples, num_objects=list[_Count], num_pixels=list[_Count | None]),
+        __validators__={"aligned": model_validator(mode="after")(_aligned)},  # type: ignore[dict-item]
+    ),
+    "sent": _told(samples=_Samples),
+    "finished": _told(samples=_Samples, end=str, seconds=_Number),
+    "matched": _told(samples=_Samples, version=_Count, num_rollout_tokens=_Count, quality=_Quality),
+    "packed": _told(samples=_Samples, pack_id=str, num_tokens=_Count, capacity_tokens=_Count),
+    "returned": _told(samples=_Samples, reason=str),
+    "trained": _told(samples=_Samples, pack_id=str, step=_Count, version=_Count),
+    "quarantined": _told(samples=_Samples, reason=str),
+    "checkpoint": _told(step=_Count, save_id=str, state=_State),
+    "end": _told(),
 }
 
-_server = _with(proven=_flag, error=_or_none(_text), proof=_or_none(_text), seconds=_by_name(_number))
+_SERVER = _form(proven=bool, error=str | None, proof=str | None, seconds=_Seconds)
 
-AUDIT_FORMS: Mapping[str, Form] = {
-    "gap": _gap,
-    "unused_b": {"cause": _text},
-    "start": {
-        "time": _number,
-        "step": _count,
-        "world_size": _maybe(_num_ranks),
-        "queue_limit": _maybe(_count),
-        "settings": _maybe(_by_name(lambda value: True)),
-    },
-    "step": {
-        "time": _number,
-        "step": _count,
-        "channel": _channel,
-        "wants_b": _flag,
-        "skip_reason": _or_none(_text),
-        "version": _count,
-        "version_lag": _or_none(_integer),
-        "queue_depth": _count,
-        "infer_in_flight": _count,
-        "packs": _each(_with(pack_id=_text, version=_integer)),
-        "activity_ns": _ns_by_name,
-    },
-    "round": {
-        "time": _number,
-        "step": _count,
-        "committed": _flag,
-        "seconds": _number,
-        "canary_seconds": _number,
-        "export_seconds": _number,
-        "servers": _by_name(_server),
-    },
-    "metrics": {
-        "time": _number,
-        "step": _or_none(_count),
-        "numbers": _numbers,
-        "activity_ns": _ns_by_name,
-        "wall_ns": _number,
-        "pipeline_ns": _maybe(_ns_by_name),
-        "pipeline_wall_ns": _maybe(_number),
-    },
-    "evaluation": {
-        "time": _number,
-        "begun_step": _count,
-        "version": _count,
-        "end": _text,
-        "counts": _with(num_answered=_count, num_wanted=_count),
-        "ratios": _by_name(_or_none(_number)),
-    },
+AUDIT_FORMS: Forms = {
+    "gap": _GAP,
+    "unused_b": _form(cause=str),
+    "start": _form(
+        {"world_size": _NumRanks, "queue_limit": _Count, "settings": dict[str, Any]},
+        time=_Number,
+        step=_Count,
+    ),
+    "step": _form(
+        time=_Number,
+        step=_Count,
+        channel=_Channel,
+        wants_b=bool,
+        skip_reason=str | None,
+        version=_Count,
+        version_lag=_Integer | None,
+        queue_depth=_Count,
+        infer_in_flight=_Count,
+        packs=list[_form(pack_id=str, version=_Integer)],  # type: ignore[misc]
+        activity_ns=_Seconds,
+    ),
+    "round": _form(
+        time=_Number,
+        step=_Count,
+        committed=bool,
+        seconds=_Number,
+        canary_seconds=_Number,
+        export_seconds=_Number,
+        servers=dict[str, _SERVER],  # type: ignore[valid-type]
+    ),
+    "metrics": _form(
+        {"pipeline_ns": _Seconds, "pipeline_wall_ns": _Number},
+        time=_Number,
+        step=_Count | None,
+        numbers=_Numbers,
+        activity_ns=_Seconds,
+        wall_ns=_Number,
+    ),
+    "evaluation": _form(
+        time=_Number,
+        begun_step=_Count,
+        version=_Count,
+        end=str,
+        counts=_form(num_answered=_Count, num_wanted=_Count),
+        ratios=dict[str, _Number | None],
+    ),
 }
 
-RECORD_FORMS: Mapping[str, Form] = {
-    "gap": _gap,
-    "start": {
-        "run_id": _text,
-        "step": _count,
-        "world_size": _num_ranks,
-        "config": _mapping,
-        "surroundings": _mapping,
-    },
-    "completion": {
-        "sample": _sample,
-        "text": _text,
-        "token_ids": _each(_count),
-        "truncated": _flag,
-        "spans": _each(_span),
-    },
-    "step": {"step": _count, "channel": _channel, "version": _count},
-    "losses": {"step": _count, "losses": _each(_hex)},
+RECORD_FORMS: Forms = {
+    "gap": _GAP,
+    "start": _form(
+        run_id=str, step=_Count, world_size=_NumRanks, config=dict[str, Any], surroundings=dict[str, Any]
+    ),
+    "completion": _form(sample=_Sample, text=str, token_ids=list[_Count], truncated=bool, spans=list[_Span]),
+    "step": _form(step=_Count, channel=_Channel, version=_Count),
+    "losses": _form(step=_Count, losses=list[_HexFloat]),
 }
 """Of what a replay reads."""
 
-_of_rank: Form = {"rank": _count}
-
-LIVE_FORMS: Mapping[str, Form] = {
-    "start": _of_rank
-    | {
-        "step": _count,
-        "world_size": _num_ranks,
-        "total_steps": _count,
-        "queue_limit": _or_none(_count),
-    },
-    "step": _of_rank
-    | {
-        "step": _count,
-        "channel": _channel,
-        "skip_reason": _or_none(_text),
-        "version": _count,
-        "version_lag": _or_none(_integer),
-        "queue_depth": _count,
-        "round_pending": _flag,
-    },
-    "batch": {"num_rollouts": _count},
-    "round": _of_rank
-    | {"step": _count, "version": _count, "seconds": _number, "servers": _by_name(_with(proven=_flag))},
-    "metrics": _of_rank | {"epoch": _maybe(_number), "numbers": _numbers},
-    "loss": _of_rank | {"loss": _loss},
-    "warning": {"message": _text},
+LIVE_FORMS: Forms = {
+    "start": _form(
+        rank=_Count, step=_Count, world_size=_NumRanks, total_steps=_Count, queue_limit=_Count | None
+    ),
+    "step": _form(
+        rank=_Count,
+        step=_Count,
+        channel=_Channel,
+        skip_reason=str | None,
+        version=_Count,
+        version_lag=_Integer | None,
+        queue_depth=_Count,
+        round_pending=bool,
+    ),
+    "batch": _form(num_rollouts=_Count),
+    "round": _form(
+        rank=_Count,
+        step=_Count,
+        version=_Count,
+        seconds=_Number,
+        servers=dict[str, _form(proven=bool)],  # type: ignore[misc]
+    ),
+    "metrics": _form({"epoch": _Number}, rank=_Count, numbers=_Numbers),
+    "loss": _form(rank=_Count, loss=_Loss),
+    "warning": _form(message=str),
 }
 """Of what the live view reads of an audit that this release writes."""

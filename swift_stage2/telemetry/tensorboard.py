@@ -1,7 +1,8 @@
-"""Turns scalars into one TensorBoard event file, written by rank 0 at logging steps.
+"""Turns merged numbers into scalars, and scalars into one TensorBoard event file, written by rank 0 at logging steps.
 
-Records go straight to the file, without a thread. A write that fails is taken back whole, because readers
-stop at a torn record, and the next one is tried again: a full disk costs points of a curve, never the run.
+Totals are totals of the run; ratios cover the window since the last logging step and are absent when nothing
+happened in it. Records go straight to the file, without a thread. A write that fails is taken back whole, because
+readers stop at a torn record: a full disk costs points of a curve, never the run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -17,9 +19,132 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import custom_scalars
 
-from swift_stage2.telemetry.chart_layout import layout_summary
-from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.records import ObjectDropReason
+from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.audit import StorageWarning
+from swift_stage2.telemetry.metrics import (
+    EVALUATION_TAGS,
+    METRICS,
+    PREFIX,
+    RATIOS,
+    STAGES,
+    MergedMetrics,
+    Ratio,
+)
+
+Charts = dict[str, Sequence[str]]
+
+LAYOUT: dict[str, Charts] = {
+    "Policy and outcome": {
+        "wanted and run": (
+            "async/policy_wants_b",
+            "async/step_kind_b",
+            "async/b_step_skipped_due_to_queue",
+        ),
+        "share of B": ("async/b_ratio_realized",),
+        "debt": ("async/b_debt",),
+        "skipped by reason": (
+            "async/b_steps_skipped_total",
+            *(f"async/skipped/{reason}_total" for reason in SkipReason),
+        ),
+    },
+    "Queue and freshness": {
+        "ready packs": ("async/queue_depth", "async/queue_limit", "async/prefetch_success_total"),
+        "version": ("async/ver_current",),
+        "lag": ("async/ver_lag",),
+        "in flight": ("async/infer_inflight", "async/sync_pending"),
+        "progress": ("async/prefetch_last_progress_s_ago",),
+    },
+    "Drops by cause": {
+        "packs": ("async/drop_stale_total", "async/drop_oldest_total"),
+        "samples and rollouts": ("async/quarantined_total", "async/rollout_fail_total"),
+        "rounds": ("async/sync_failed_total",),
+        "objects": tuple(f"parse/dropped/{reason}" for reason in ObjectDropReason),
+    },
+    "Time by activity": {
+        "learner": (*(f"time/learner_{activity}" for activity in Activity), "time/learner_wall"),
+        "stages": tuple(f"time/{stage}" for stage in STAGES),
+    },
+    "Match quality": {
+        "against ground truth": ("match/precision", "match/recall", "match/f1", "match/mean_iou"),
+        "gated pairs": ("match/gated",),
+        "parsed objects": ("parse/objects",),
+        "truncated": ("parse/truncated_ratio",),
+    },
+    "Evaluation": {
+        "against the validation set": EVALUATION_TAGS[:4],
+        "truncated": ("eval/truncated_ratio",),
+        "answered": ("eval/num_samples",),
+        "version": ("eval/version",),
+    },
+    "Packing": {
+        "fill": ("packing/fill_ratio",),
+        "made": ("packing/segments", "packing/tokens"),
+    },
+}
+
+
+def layout_summary() -> Summary:
+    """The layout as TensorBoard stores it; the page takes regular expressions."""
+    exact = {
+        title: {name: ["Multiline", [f"^{PREFIX}{tag}$" for tag in tags]] for name, tags in charts.items()}
+        for title, charts in LAYOUT.items()
+    }
+    return custom_scalars(exact)  # type: ignore[no-untyped-call]
+
+
+def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
+    """Every scalar of one logging step. ``window_start`` holds the counters at the one before."""
+    scalars = {
+        PREFIX + metric.tag: float(merged.values[metric.name])
+        for metric in METRICS
+        if metric.tag is not None and metric.name in merged.values and _is_used(metric.name, merged)
+    }
+    for ratio in RATIOS:
+        value = _ratio(ratio, merged.values, window_start)
+        if value is not None:
+            scalars[PREFIX + ratio.tag] = value
+    return scalars | _schedule(merged.values) | _activities(merged.activity_ns)
+
+
+def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
+    """What the plan of one step says; equal on every rank."""
+    return {
+        f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
+        f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),
+        f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason == "not_enough_packs"),
+    }
+
+
+def _is_used(name: str, merged: MergedMetrics) -> bool:
+    """Stages that this run's pipeline does not time one by one would be lines at zero."""
+    return not name.startswith("stage_seconds/") or merged.values[name] > 0
+
+
+def _ratio(ratio: Ratio, values: Mapping[str, float], window_start: Mapping[str, float]) -> float | None:
+    numerator, denominator = (
+        sum(values[name] - window_start.get(name, 0) for name in names)
+        for names in (ratio.numerator, ratio.denominator)
+    )
+    return numerator / denominator if denominator else None
+
+
+def _schedule(values: Mapping[str, float]) -> dict[str, float]:
+    if not values["steps"]:
+        return {}
+    return {
+        f"{PREFIX}async/b_ratio_realized": values["b_steps_run"] / values["steps"],
+        f"{PREFIX}async/b_debt": values["b_steps_wanted"] - values["b_steps_run"],
+        f"{PREFIX}async/b_steps_skipped_total": sum(values[f"b_steps_skipped/{why}"] for why in SkipReason),
+    }
+
+
+def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
+    times = {f"{PREFIX}time/learner_{activity}": ns / NANOSECONDS for activity, ns in activity_ns.items()}
+    return times | {f"{PREFIX}time/learner_wall": sum(activity_ns.values()) / NANOSECONDS}
 
 
 class TensorBoardSink:
@@ -70,7 +195,8 @@ class TensorBoardSink:
                 self._append(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
                 self._append(file, Event(wall_time=time.time(), summary=layout_summary()))
             except OSError:
-                _close_quietly(file)
+                with suppress(OSError):
+                    file.close()
                 raise
             self._file = file
         return self._file
@@ -80,7 +206,8 @@ class TensorBoardSink:
         try:
             RecordWriter(_Whole(file)).write(event.SerializeToString())
         except OSError:
-            _truncate_quietly(file, good)
+            with suppress(OSError):  # a device, or a disk that is gone; nothing was to be saved there
+                file.truncate(good)
             raise
 
 
@@ -93,17 +220,3 @@ class _Whole:
     def write(self, data: bytes) -> None:
         while data:
             data = data[self._file.write(data) :]
-
-
-def _truncate_quietly(file: FileIO, size: int) -> None:
-    try:
-        file.truncate(size)
-    except OSError:
-        return  # a device, or a disk that is gone; nothing was to be saved there
-
-
-def _close_quietly(file: FileIO) -> None:
-    try:
-        file.close()
-    except OSError:
-        return

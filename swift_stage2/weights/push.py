@@ -16,14 +16,15 @@ from functools import lru_cache
 import torch
 
 from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
+from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys, is_foreign
-from swift_stage2.telemetry.spans import EnterSpan, untraced
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.handover import BucketHandover
 from swift_stage2.weights.proof import give_up, prove_server
-from swift_stage2.weights.records import RoundOrder, ServerReport
+from swift_stage2.weights.records import RoundOrder
 from swift_stage2.weights.stock_names import differing_names
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 

@@ -1,9 +1,9 @@
-"""What a sync round is given and what comes of it: the records between the round, its pushes and every rank."""
+"""What a sync round is given: the records between the round and its pushes. What comes of it is in ``records.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swift_stage2.config import Proof
@@ -41,49 +41,3 @@ class RoundOrder:
     proof: Proof
     api_key: str | None
     deadline: Deadline  # of every call
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReport:
-    """How one server fared in one round.
-
-    ``seconds`` by phase: begin, connect, push, acknowledge, prove; apart from these, during the push: wait
-    (for the learner's next bucket) and pack (cast, checksums, one flat tensor).
-    """
-
-    proven: bool
-    error: str | None
-    proof: str  # "checksums+canary", "checksums" or "canary"
-    num_bytes: int
-    seconds: dict[str, float]
-    incarnation: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """What every rank learns of a round."""
-
-    round_id: str
-    version: int
-    reports: dict[int, ServerReport] = field(default_factory=dict)
-    learner_fault: str | None = None
-    hung: str | None = None
-    seconds: float = 0.0
-    canary_seconds: float = 0.0
-    export_seconds: float = 0.0  # reading, merging and gathering weights; once for all servers
-
-    @property
-    def proven(self) -> tuple[int, ...]:
-        return tuple(server for server, report in self.reports.items() if report.proven)
-
-    @property
-    def failed(self) -> tuple[int, ...]:
-        return tuple(server for server, report in self.reports.items() if not report.proven)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RoundOutcome:
-        reports = {int(server): ServerReport(**report) for server, report in data["reports"].items()}
-        return cls(**{**data, "reports": reports})

@@ -16,9 +16,9 @@ from real_model import make_encoder, make_task, make_template, rollout_of, sampl
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.records import Sample, Segment
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.errors import DatasetError, SampleError
+from swift_stage2.records import Sample, Segment
 
 ORIGINAL = (150, 100)
 RESIZED = (140, 112)  # the multiples of 28 next to 150 x 100

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.parsing import Dialect, DropReason, PredictedObject, parse_rollout
+from swift_stage2.channel_b.parsing import Dialect, PredictedObject, parse_rollout
+from swift_stage2.records import ObjectDropReason
 
 A = PredictedObject("a", (1, 2, 3, 4))
 B = PredictedObject("b", (5, 6, 7, 8))
@@ -276,7 +277,7 @@ def test_unknown_dialect_names_the_valid_ones() -> None:
 def test_the_result_is_immutable_and_travels_between_processes() -> None:
     parsed = parse_rollout(f"[7, 8, {TEXT_A}, {{}}]", Dialect.OBJECT_LIST)
     assert parsed.dropped == {"not_an_object": 2, "missing_box": 1}
-    assert parsed.dropped[DropReason.NOT_AN_OBJECT] == 2
+    assert parsed.dropped[ObjectDropReason.NOT_AN_OBJECT] == 2
     with pytest.raises(TypeError):
         parsed.dropped["missing_box"] = 0  # type: ignore[index]
     assert pickle.loads(pickle.dumps(parsed)) == copy.deepcopy(parsed) == parsed
@@ -357,7 +358,7 @@ PIECES = st.sampled_from(
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(Dialect)))
 def test_no_text_raises(text: str, dialect: str) -> None:
     parsed = parse_rollout(text, dialect)
-    assert all(count > 0 and reason in DropReason for reason, count in parsed.dropped.items())
+    assert all(count > 0 and reason in ObjectDropReason for reason, count in parsed.dropped.items())
     for found in parsed.objects:
         assert found.label == found.label.strip() != ""
         assert 0 <= found.box[0] <= found.box[2]

@@ -21,23 +21,34 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
-from swift_stage2.channel_b.pipeline import Pipeline, QuarantineReason, StepView
+from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.prompt_mismatch import MANY_GIVEN_UP
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, Segment, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, Terms
-from swift_stage2.channel_b.row_origins import RowOrigin, RowOrigins
+from swift_stage2.channel_b.rollout_client import Terms
+from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.records import (
+    BatchOutcome,
+    Pack,
+    QuarantineReason,
+    Rollout,
+    RowOrigin,
+    Sample,
+    SampleKey,
+    Segment,
+    Target,
+)
+from swift_stage2.scheduling.outlook import INSTANT
 from swift_stage2.scheduling.pacing import Pacer
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
-from swift_stage2.telemetry import AuditLog
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 from swift_stage2.telemetry.ledger_account import account_of
 
@@ -188,8 +199,7 @@ class Bench:
             "step_seconds": 10.0,
             "last_commit_step": 0,
             "round_pending": False,
-            "slowest_production_steps": 0.0,
-            "slowest_quick_production_steps": 0.0,
+            "slowest_pace": INSTANT,
             "missed_in_a_row": 0,
             "max_prompts": 6,
             "paused": False,

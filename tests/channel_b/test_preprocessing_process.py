@@ -23,11 +23,11 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollo
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.records import Rollout
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
-from swift_stage2.telemetry.spans import Trace
+from swift_stage2.records import Rollout
+from swift_stage2.telemetry.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.preflight.packing_isolation import empty_rollout
 from swift_stage2.preflight.preprocessing import check_preprocessing
-from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.trace import Trace
 
 encoder = make_encoder()
 rollouts = [empty_rollout(sample_of(row, n), encoder) for n, row in enumerate(read_rows(Path(sys.argv[1])))]

@@ -12,13 +12,21 @@ from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.evaluation import MAX_ASKS, EvaluationCounts, RankEvaluation
+from swift_stage2.channel_b.evaluation import MAX_ASKS, RankEvaluation
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
+from swift_stage2.records import (
+    BatchOutcome,
+    EvaluationCounts,
+    MatchQuality,
+    Rollout,
+    Sample,
+    SampleKey,
+    Target,
+)
 
 PATIENCE_S = 20.0
 NUM_SAMPLES = 9  # of the 12 rows

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger, request_seed
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
+from swift_stage2.records import SampleKey
 
 LARGEST = 2**31 - 1
 FIRST = {"run_seed": 7, "rank": 0, "world_size": 2, "epoch": 0, "position": 0, "attempt": 0, "draw": 0}

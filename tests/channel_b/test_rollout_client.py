@@ -26,14 +26,14 @@ from fake_rollout_server import (
     stamped,
 )
 
-from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, lane
+from swift_stage2.channel_b.rollout_client import RolloutClient, lane
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
 from swift_stage2.fence import InferFence, TicketHolder
-from swift_stage2.telemetry import AuditLog
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
 
 PATIENCE_S = 20.0

@@ -9,10 +9,10 @@ import pytest
 from real_model import make_encoder, make_task, make_template, rollout_of, sample_of
 
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError
+from swift_stage2.records import Rollout, Sample, SampleKey, Target
 
 LABELS = ("cat", "dog", "owl")
 BOXES = ((0, 0, 40, 40), (50, 50, 90, 90), (10, 60, 30, 100))

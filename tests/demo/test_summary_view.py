@@ -12,7 +12,7 @@ from swift_stage2.demo.detection_score import DetectionScore
 from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-from swift_stage2.telemetry import Telemetry
+from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.summary import RankActivity, RunSummary, summarise
 
 BEFORE = DetectionScore(precision=0.25, recall=0.25, f1=0.25, mean_iou=0.6, num_images=128)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from torchrun_job import LearnerRun, Server, run_learner, run_replay, write_config
 
-from swift_stage2.telemetry.ledger import ledger_path, read_ledger
-from swift_stage2.telemetry.run_record import record_path
+from swift_stage2.telemetry.ledger import ledger_path, read_ledger, record_path
 
 pytestmark = pytest.mark.timeout(600)
 

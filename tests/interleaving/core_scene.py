@@ -21,16 +21,15 @@ from interleaving.virtual_servers import Computation, VirtualServer, Watcher, We
 from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, active, running
 
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.records import Pack, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.records import Pack, Rollout, RoundOutcome, Sample, SampleKey, ServerReport, VersionSpan
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
-from swift_stage2.scheduling.truncation_guard import TruncationGuard
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.weights.records import RoundOutcome, ServerReport
+from swift_stage2.scheduling.watches import TruncationGuard
 
 _URL = "http://s0"
 _HORIZON_S = 100.0

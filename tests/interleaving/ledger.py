@@ -15,7 +15,7 @@ from interleaving.virtual_servers import VirtualServer, Weights
 from interleaving.virtual_threading import active
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.channel_b.records import Pack, Rollout, SampleKey
+from swift_stage2.records import Pack, Rollout, SampleKey
 from swift_stage2.scheduling.step_plan import Channel
 
 Place = tuple[int, int]  # a sample's epoch and position

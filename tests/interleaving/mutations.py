@@ -15,11 +15,11 @@ from interleaving.scene import Parts
 
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
-from swift_stage2.channel_b.records import Pack
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import Drawn, SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
+from swift_stage2.records import Pack
 
 _FOR_EVER_S = 1000.0
 

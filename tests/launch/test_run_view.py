@@ -12,7 +12,7 @@ from telemetry.run_facts import step
 from telemetry.terminal import Terminal
 
 from swift_stage2.launch.run_view import RunView
-from swift_stage2.telemetry import Telemetry
+from swift_stage2.telemetry.facade import Telemetry
 
 
 def rank(run_dir: Path) -> Telemetry:

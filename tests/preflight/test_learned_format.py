@@ -21,7 +21,7 @@ from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
-from swift_stage2.telemetry.spans import Trace
+from swift_stage2.telemetry.trace import Trace
 
 LENGTH = 2000
 OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'

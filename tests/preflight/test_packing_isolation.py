@@ -20,7 +20,6 @@ from sft_run import build_trainer
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ConfigError, DatasetError
@@ -33,6 +32,7 @@ from swift_stage2.preflight.packing_isolation import (
     isolation_batches,
     measure_isolation,
 )
+from swift_stage2.records import Sample
 from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 IMAGE_SIZES = ((112, 112), (150, 100), (60, 200), (84, 84))

@@ -9,11 +9,10 @@ from typing import Any
 
 from ledger_run import LedgerRun
 
-from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.learner import StepRecord
+from swift_stage2.records import Rollout, Sample, SampleKey, StepRecord, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
-from swift_stage2.telemetry import AuditLog
-from swift_stage2.telemetry.run_record import RunRecord, record_path
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.ledger import RunRecord, record_path
 
 SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from recorded_files import RecordedRank, edit
 
-from swift_stage2.channel_b.records import SampleKey, VersionSpan
 from swift_stage2.errors import UserError
+from swift_stage2.records import SampleKey, VersionSpan
 from swift_stage2.replay.recorded_run import read_run
-from swift_stage2.telemetry.ledger import ledger_path
-from swift_stage2.telemetry.run_record import record_path
+from swift_stage2.telemetry.ledger import ledger_path, record_path
 
 HALF = b'{"kind":"losses","time":17952'
 

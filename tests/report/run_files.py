@@ -9,8 +9,7 @@ from typing import Any
 from ledger_run import LedgerRun
 from PIL import Image
 
-from swift_stage2.telemetry import AuditLog
-from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.audit import AuditLog, audit_path
 
 CONFIG: dict[str, Any] = {
     "stage2_ab": {

@@ -12,13 +12,13 @@ import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
 
-from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
 from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 

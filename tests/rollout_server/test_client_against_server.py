@@ -17,10 +17,10 @@ from live_server import (
     text_request,
 )
 
-from swift_stage2.channel_b.records import Sample, SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers.protocol import RoundProof
 
 

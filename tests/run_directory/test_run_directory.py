@@ -20,7 +20,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.claim import starting_point
-from swift_stage2.telemetry import Telemetry
+from swift_stage2.telemetry.facade import Telemetry
 
 
 @pytest.fixture

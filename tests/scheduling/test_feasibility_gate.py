@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide, vector_length
+from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 
 NUM_SERVERS = 2
 flags = st.booleans()
+steps = st.integers(0, 50_000).map(lambda milli: milli / 1000)
 servers = st.tuples(flags, flags)
 facts_of_a_rank = st.builds(
     RankFacts,
@@ -19,7 +21,7 @@ facts_of_a_rank = st.builds(
     stop_requested=flags,
     truncation_guard=flags,
     evaluation_wanted=flags,
-    production_steps=st.integers(0, 50_000).map(lambda milli: milli / 1000),
+    pace=st.none() | st.builds(ProductionPace, steps, steps),
     servers_suspect=servers,
     servers_answer_again=servers,
 )
@@ -45,7 +47,9 @@ def test_the_maximum_says_what_any_rank_says(ranks: list[RankFacts]) -> None:
         assert outcome.servers_answer_again[server] == any(
             rank.servers_answer_again[server] for rank in ranks
         )
-    assert outcome.slowest_production_steps == max(rank.production_steps for rank in ranks)
+    paces = [rank.pace or INSTANT for rank in ranks]
+    assert outcome.slowest_pace.typical_steps == max(pace.typical_steps for pace in paces)
+    assert outcome.slowest_pace.quick_steps == max(pace.quick_steps for pace in paces)
 
 
 @given(facts=facts_of_a_rank)
@@ -90,12 +94,9 @@ def test_one_proven_server_left_blames_the_queue() -> None:
 
 
 def test_the_slowest_rank_paces_all() -> None:
-    slow = RankFacts(production_steps=3.25, quick_production_steps=2.0)
-    fast = RankFacts(production_steps=0.5)
-    outcome = gate(slow, fast)
-    assert outcome.slowest_production_steps == 3.25
-    assert outcome.slowest_quick_production_steps == 2.0
-    assert gate(fast).slowest_quick_production_steps == 0.5
+    slow, fast = ProductionPace(3.25, 2.0), ProductionPace(0.5, 0.5)
+    assert gate(RankFacts(pace=slow), RankFacts(pace=fast), RankFacts()).slowest_pace == slow
+    assert gate(RankFacts(pace=fast)).slowest_pace == fast
 
 
 def test_a_vector_for_other_servers_is_refused() -> None:

@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.bresenham import next_wanted_step
-from swift_stage2.scheduling.pacing import (
-    Pacer,
-    PacingDecision,
-    PacingReason,
-    PacingState,
-    PacksInMaking,
-    max_prompts_in_flight,
-)
+from swift_stage2.scheduling.outlook import PacingState, ProductionPace
+from swift_stage2.scheduling.pacing import Pacer, PacingDecision, PacingReason, max_prompts_in_flight
 
 # B is wanted at 3, 7, 11, …; a round precedes every step.
 PACER = Pacer(b_ratio=0.25, version_window=2, sync_every_steps=1, target_packs=4, packs_per_b_step=4)
@@ -30,7 +24,7 @@ def after_round(
         current_version=step,
         last_commit_step=step,
         ready_versions=ready,
-        production_steps=production_steps,
+        pace=None if production_steps is None else ProductionPace(production_steps, production_steps),
         packs_per_production=4,
     )
 
@@ -64,18 +58,14 @@ def test_too_late_for_one_step_and_too_early_for_the_next() -> None:
 
 def test_last_call_when_quick_ones_would_age_but_typical_ones_would_be_late() -> None:
     pacer = replace(PACER, b_ratio=0.1)
-    state = replace(after_round(2, production_steps=6.0), quick_production_steps=1.0)
-    assert pacer.decide(state) == PacingDecision(4, PacingReason.LAST_CALL)
-    assert (
-        pacer.decide(replace(after_round(1, production_steps=6.0), quick_production_steps=1.0)).num_packs == 0
-    )
+    lucky = ProductionPace(6.0, 1.0)
+    assert pacer.decide(replace(after_round(2), pace=lucky)) == PacingDecision(4, PacingReason.LAST_CALL)
+    assert pacer.decide(replace(after_round(1), pace=lucky)).num_packs == 0
 
 
-def test_fresh_packs_and_packs_in_the_making_count_and_stale_ones_do_not() -> None:
+def test_fresh_packs_count_and_stale_ones_do_not() -> None:
     assert PACER.decide(after_round(6, ready=(5, 5, 5, 5))).reason is PacingReason.TARGET_MET
     assert PACER.decide(after_round(6, ready=(4, 4, 5, 5))).num_packs == 2
-    making = (PacksInMaking(version=6, num_packs=3, age_steps=0.0),)
-    assert PACER.decide(replace(after_round(6), making=making)).num_packs == 1
 
 
 def test_a_second_step_is_served_only_where_packs_stay_fresh_so_long() -> None:
@@ -95,14 +85,13 @@ def test_missed_steps_end_the_trust_in_the_forecast() -> None:
     assert PACER.decide(replace(early, missed_in_a_row=2)) == PacingDecision(4, PacingReason.CATCHING_UP)
 
 
-@pytest.mark.parametrize("blind", [{"production_steps": None}, {"missed_in_a_row": 9}])
+@pytest.mark.parametrize("blind", [{"pace": None}, {"missed_in_a_row": 9}])
 def test_a_decision_without_forecast_fills_the_target_once(blind: dict[str, int | None]) -> None:
     """Packs that the forecast calls useless count all the same: an instant server must not be asked for ever."""
     early = replace(after_round(3), **blind)
     assert PACER.decide(early).num_packs == 4
     assert PACER.decide(replace(early, ready_versions=(3, 3, 1))).num_packs == 1
     assert PACER.decide(replace(early, ready_versions=(3,) * 4)).reason is PacingReason.TARGET_MET
-    assert PACER.decide(replace(early, making=(PacksInMaking(3, 4, 0.5),))).num_packs == 0
 
 
 def test_no_channel_b_no_packs() -> None:
@@ -131,10 +120,10 @@ def test_the_verdict_names_rate_and_need_when_production_binds() -> None:
 
 
 def test_a_slow_rank_elsewhere_binds_here_too() -> None:
-    assert PACER.verdict(replace(after_round(3), slowest_production_steps=6.0)).binds
+    assert PACER.verdict(replace(after_round(3), slowest_pace=ProductionPace(6.0, 6.0))).binds
 
 
-durations = st.one_of(st.none(), st.floats(0, 50))
+paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
 
 
 @given(
@@ -154,11 +143,8 @@ durations = st.one_of(st.none(), st.floats(0, 50))
         last_commit_step=st.integers(10, 20),
         round_pending=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
-        making=st.lists(
-            st.builds(PacksInMaking, st.integers(4, 10), st.integers(1, 8), st.floats(0, 60)), max_size=2
-        ).map(tuple),
-        production_steps=durations,
-        slowest_production_steps=st.floats(0, 50),
+        pace=st.none() | paces,
+        slowest_pace=paces,
         packs_per_production=st.integers(1, 8),
         missed_in_a_row=st.integers(0, 3),
     ),
@@ -168,7 +154,7 @@ def test_always_answers_within_the_target_and_never_refuses_for_good(
 ) -> None:
     decision = pacer.decide(state)
     assert 0 <= decision.num_packs <= pacer.target_packs
-    empty = replace(state, ready_versions=(), making=(), missed_in_a_row=2)
+    empty = replace(state, ready_versions=(), missed_in_a_row=2)
     assert pacer.decide(empty).num_packs > 0
 
 

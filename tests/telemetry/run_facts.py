@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from swift_stage2.channel_b.records import MatchQuality, Pack, SampleKey, Segment
-from swift_stage2.learner import StepRecord
+from swift_stage2.records import (
+    MatchQuality,
+    Pack,
+    RoundOutcome,
+    SampleKey,
+    Segment,
+    ServerReport,
+    StepRecord,
+)
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-from swift_stage2.weights.sync_round import RoundOutcome, ServerReport
 
 PLAN_A = StepPlan(Channel.A)
 PLAN_B = StepPlan(Channel.B)

@@ -7,8 +7,7 @@ from pathlib import Path
 from ledger_run import LedgerRun
 
 from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger_account import RunAccount, account_of
-from swift_stage2.telemetry.ledger_witnesses import Checkpoint, Witness
+from swift_stage2.telemetry.ledger_account import Checkpoint, RunAccount, Witness, account_of
 
 
 def _run(directory: Path) -> LedgerRun:

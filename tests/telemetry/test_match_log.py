@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.channel_b.records import (
-    MatchQuality,
-    ObjectMatch,
-    Rollout,
-    Sample,
-    SampleKey,
-    Target,
-    VersionSpan,
-)
+from swift_stage2.records import MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry import match_log
 from swift_stage2.telemetry.audit import AuditLog, read_audit
 from swift_stage2.telemetry.match_log import MatchLog, matches_path, rows_to_keep

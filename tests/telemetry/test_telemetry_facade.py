@@ -11,14 +11,13 @@ import pytest
 from event_files import EventFiles
 from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
 
-from swift_stage2.channel_b.evaluation import EvaluationCounts
-from swift_stage2.channel_b.records import SampleKey
-from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
-from swift_stage2.evaluation import EvaluationRecord
+from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry import LiveView, Telemetry, read_audit
 from swift_stage2.telemetry.activity import Activity, PipelineActivity
+from swift_stage2.telemetry.audit import read_audit
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_view import LiveView
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit

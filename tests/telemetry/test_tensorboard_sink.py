@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from event_files import EventFiles
 
-from swift_stage2.telemetry.chart_layout import LAYOUT
 from swift_stage2.telemetry.metrics import PREFIX
-from swift_stage2.telemetry.tensorboard import TensorBoardSink
+from swift_stage2.telemetry.tensorboard import LAYOUT, TensorBoardSink
 
 
 def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from stopped_process import stop_process
 from test_weight_sync import GenerateCanary
 
 from swift_stage2.collectives import SingleRank
+from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import RoundOutcome, ServerEndpoint, WeightSync
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
 from swift_stage2.weights.transport import StockTransport
 
 _CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from functools import partial
 
 import httpx
 
-from swift_stage2.channel_b.records import Sample, SampleKey
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
@@ -24,6 +23,7 @@ from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.records import Sample, SampleKey
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app

@@ -32,7 +32,7 @@ from swift_stage2.launch.shared_memory import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
-from swift_stage2.telemetry.run_progress import AuditTail
+from swift_stage2.telemetry.live_state import AuditTail
 
 NUM_RANKS = 2
 _PLUGIN = Path(__file__).parent / "learner_plugin.py"

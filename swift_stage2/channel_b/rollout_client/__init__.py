@@ -9,13 +9,11 @@
     seeds        the seed of a POST (pure)
     trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
     connection   one HTTP call with one deadline, and how it ended
-    outcome      what became of a batch
 
 The pipeline calls ``RolloutClient.generate``.
 """
 
 from swift_stage2.channel_b.rollout_client.client import RolloutClient
-from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.terms import Terms
 
-__all__ = ["BatchOutcome", "PostFailure", "RolloutClient", "Terms"]
+__all__ = ["RolloutClient", "Terms"]

@@ -15,9 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
-from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome
 from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import merge_shares
@@ -26,6 +24,7 @@ from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Sample
 
 logger = logging.getLogger(__name__)
 

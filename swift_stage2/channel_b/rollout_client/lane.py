@@ -15,9 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_stage2.channel_b.records import Sample
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
-from swift_stage2.channel_b.rollout_client.outcome import PostFailure
 from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
@@ -25,6 +23,7 @@ from swift_stage2.channel_b.rollout_client.terms import Terms
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
+from swift_stage2.records import PostFailure, Sample
 from swift_stage2.servers.protocol import request_config
 
 logger = logging.getLogger(__name__)

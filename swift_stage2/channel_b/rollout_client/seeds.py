@@ -13,8 +13,8 @@ import math
 import threading
 from functools import lru_cache
 
-from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
+from swift_stage2.records import SampleKey
 
 _LARGEST_SEED = 2**31 - 1
 _TURNS_PER_POSITION = 16

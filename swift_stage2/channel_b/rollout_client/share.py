@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_stage2.channel_b.records import Rollout, Sample, VersionSpan
-from swift_stage2.channel_b.rollout_client.outcome import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import RequestPlan
 from swift_stage2.channel_b.rollout_client.terms import Terms
+from swift_stage2.records import BatchOutcome, PostFailure, Rollout, Sample, VersionSpan
 from swift_stage2.servers.protocol import Completion
 
 Request = Mapping[str, Any]

@@ -3,13 +3,24 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from small_disk import SmallDisk
 
-from swift_stage2.telemetry.spans import ClockOffset, Trace
-from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.errors import UserError
+from swift_stage2.telemetry.audit import StorageWarning
+from swift_stage2.telemetry.trace import (
+    ClockOffset,
+    Trace,
+    align_clocks,
+    merge_traces,
+    trace_files,
+    write_trace,
+)
 
 
 class Ticks:
@@ -115,3 +126,89 @@ def test_a_full_disk_gives_one_warning(small_disk: SmallDisk, caplog: pytest.Log
         Trace(True).save(small_disk.path / "rank0.json", 0, StorageWarning())
     assert len(caplog.records) == 1
     assert not (small_disk.path / "rank0.json").exists()
+
+
+def save(run_dir: Path, rank: int, name: str) -> None:
+    trace = Trace(True)
+    with trace.span(name):
+        pass
+    trace.save(run_dir / "trace" / f"rank{rank}.json", rank, StorageWarning())
+
+
+def test_ranks_stand_side_by_side_in_their_order(tmp_path: Path) -> None:
+    for rank in (10, 2, 0):
+        save(tmp_path, rank, f"span of {rank}")
+    merged = merge_traces(trace_files(tmp_path))
+    spans = [(event["pid"], event["name"]) for event in merged["traceEvents"] if event["ph"] == "X"]
+    assert spans == [(rank, f"span of {rank}") for rank in (0, 2, 10)]
+    assert list(merged["otherData"]) == ["rank0", "rank2", "rank10"]
+    write_trace(tmp_path / "trace.json", merged)
+    assert json.loads((tmp_path / "trace.json").read_text()) == merged
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_without_traces_has_none(tmp_path: Path) -> None:
+    assert trace_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"traceEvents": []}', '{"otherData": {}}', "3"])
+def test_a_damaged_trace_is_named(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 0, "a")
+    path = tmp_path / "trace" / "rank1.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=str(path)):
+        merge_traces(trace_files(tmp_path))
+
+
+PATIENCE_S = 20.0
+
+
+class Room:
+    """Where threads meet as ranks do."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.texts = [""] * world_size
+
+    def meet(self) -> int:
+        return self.barrier.wait(PATIENCE_S)
+
+    def gather(self, rank: int, text: str) -> tuple[str, ...]:
+        self.texts[rank] = text
+        self.meet()
+        texts = tuple(self.texts)
+        self.meet()
+        return texts
+
+    def align(self, rank: int, ahead_ns: int = 0) -> ClockOffset:
+        return align_clocks(self.meet, partial(self.gather, rank), lambda: time.time_ns() + ahead_ns)
+
+
+def test_a_rank_finds_by_how_much_its_clock_is_ahead() -> None:
+    ahead_ns = [0, 3600 * 10**9, -5 * 10**9]
+    room = Room(len(ahead_ns))
+    with ThreadPoolExecutor(len(ahead_ns)) as pool:
+        offsets = list(pool.map(room.align, range(len(ahead_ns)), ahead_ns))
+    for offset, ahead in zip(offsets, ahead_ns, strict=True):
+        assert abs(offset.offset_ns - ahead) <= offset.uncertainty_ns < PATIENCE_S * 10**9
+    assert offsets[0].offset_ns == 0
+    assert offsets[1].correction_ns == offsets[1].offset_ns
+
+
+def test_ranks_that_share_a_clock_are_not_moved() -> None:
+    """However late one of them is: who enters last spends the least time inside, who waits the most."""
+    room = Room(2)
+    for _ in range(20):
+        with ThreadPoolExecutor(2) as pool:
+            offsets = list(pool.map(room.align, (0, 1)))
+        assert [offset.correction_ns for offset in offsets] == [0, 0]
+
+
+def test_an_offset_within_its_uncertainty_corrects_nothing() -> None:
+    assert ClockOffset(900, 1000).correction_ns == 0
+    assert ClockOffset(-900, 1000).correction_ns == 0
+    assert ClockOffset(-1100, 1000).correction_ns == -1100
+
+
+def test_a_single_rank_is_its_own_clock() -> None:
+    assert Room(1).align(0, 5).offset_ns == 0

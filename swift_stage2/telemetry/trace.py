@@ -2,7 +2,7 @@
 
 Off, a span is one shared object that does nothing. On, it is two clock reads and an append to a bounded
 buffer that forgets its oldest entries and counts them. Times are Unix time, moved by what the ranks found their
-clocks to differ by (``clock_alignment``).
+clocks to differ by: only an offset that is larger than its uncertainty is corrected.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.telemetry.storage_warning import StorageWarning
+from swift_stage2.errors import UserError
+from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.whole_file import write_whole
 
 DEFAULT_CAPACITY = 200_000
@@ -153,3 +154,67 @@ class Trace:
 
 def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+_NUM_MEETINGS = 9
+
+
+def align_clocks(
+    meet: Callable[[], object],
+    gather: Callable[[str], Sequence[str]],
+    now_ns: Callable[[], int] = time.time_ns,
+) -> ClockOffset:
+    """How far this rank's Unix time is ahead of rank 0's. Called on all ranks alike.
+
+    ``meet`` is a collective that nobody leaves before the last rank has entered it, so that two ranks leave within
+    the longer of the times that either has spent inside: that is what an offset is known to, and of several meetings
+    the shortest one counts. ``gather`` hands every rank's text to all, by rank.
+    """
+    meetings = []
+    for _ in range(_NUM_MEETINGS):
+        entered = now_ns()
+        meet()
+        left = now_ns()
+        meetings.append((left, left - entered))
+    first = json.loads(gather(json.dumps(meetings))[0])
+    found = [
+        (max(mine_ns, theirs_ns), mine - theirs)
+        for (mine, mine_ns), (theirs, theirs_ns) in zip(meetings, first, strict=True)
+    ]
+    uncertainty_ns, offset_ns = min(found)
+    return ClockOffset(offset_ns, uncertainty_ns)
+
+
+def trace_files(run_dir: Path) -> list[Path]:
+    """What the ranks of a run wrote, by rank; empty without ``telemetry.trace``, and until the run has ended."""
+    return sorted(run_dir.glob("trace/rank*.json"), key=lambda path: (len(path.name), path.name))
+
+
+def merge_traces(files: Sequence[Path]) -> dict[str, Any]:
+    """One Chrome trace of all.
+
+    Raises:
+        UserError: a file is no trace of a rank.
+    """
+    events: list[Any] = []
+    about: dict[str, Any] = {}
+    for path in files:
+        try:
+            trace = json.loads(path.read_bytes())
+            events += trace["traceEvents"]
+            about[path.stem] = trace["otherData"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"a trace of a rank must be whole, got path={path}: {type(error).__name__}: {error}; "
+                "remove it, the others will do"
+            ) from error
+    return {"traceEvents": events, "otherData": about}
+
+
+def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
+    """Writes it whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path, json.dumps(trace))

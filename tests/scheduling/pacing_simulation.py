@@ -16,8 +16,8 @@ from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.pacing import Pacer, PacingReason, PacingState, PacksInMaking
-from swift_stage2.scheduling.production_pace import ProductionMeter
+from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter
+from swift_stage2.scheduling.pacing import Pacer, PacingReason
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
 
@@ -114,12 +114,6 @@ class SimulatedRank:
         self.outcome.expired += 1
 
     def state(self, now: float, rounds: Rounds) -> PacingState:
-        making = (
-            ()
-            if self.post is None
-            else (PacksInMaking(self.post.ticket.version, self.post.num_packs, now - self.post.start),)
-        )
-        pace = self.meter.pace
         return PacingState(
             step=int(now),
             progress=now - int(now),
@@ -127,22 +121,14 @@ class SimulatedRank:
             last_commit_step=rounds.last_commit,
             round_pending=rounds.pending,
             ready_versions=self.queue.peek_versions(),
-            making=making,
-            production_steps=pace.typical_steps if pace else None,
-            quick_production_steps=pace.quick_steps if pace else None,
-            slowest_production_steps=self.gate.slowest_production_steps if self.gate else 0.0,
-            slowest_quick_production_steps=self.gate.slowest_quick_production_steps if self.gate else None,
+            pace=self.meter.pace,
+            slowest_pace=self.gate.slowest_pace if self.gate else INSTANT,
             packs_per_production=self.setting.packs_per_request,
             missed_in_a_row=self.missed_in_a_row,
         )
 
     def facts(self, reservation: Reservation[SimulatedPack] | None) -> RankFacts:
-        pace = self.meter.pace
-        return RankFacts(
-            not_reserved=reservation is None,
-            production_steps=pace.typical_steps if pace else 0.0,
-            quick_production_steps=pace.quick_steps if pace else None,
-        )
+        return RankFacts(not_reserved=reservation is None, pace=self.meter.pace)
 
     def pace(self, now: float, rounds: Rounds) -> None:
         """Ask the pacer and send POSTs until it says no, the server is busy or the fence is closed."""

@@ -1,22 +1,25 @@
-"""What the pipeline's recorder counts, with the client's own records."""
-
 from __future__ import annotations
 
 import threading
 from pathlib import Path
 
 import pytest
+from telemetry.run_facts import PLAN_A, PLAN_B, skipped, step
 
-from swift_stage2.channel_b.records import SampleKey
-from swift_stage2.channel_b.rollout_client import BatchOutcome, PostFailure
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.channel_b.row_origins import RowOrigin
-from swift_stage2.telemetry import AuditLog, Counters, PipelineRecorder, Trace
+from swift_stage2.launch.run_end import describe_end
+from swift_stage2.records import BatchOutcome, PostFailure, RoundOutcome, RowOrigin, SampleKey, ServerReport
+from swift_stage2.report.report import report_of
+from swift_stage2.report.run_data import read_run
+from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.audit import read_audit
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.audit import AuditLog, read_audit
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.ledger import Ledger, RunRecord
 from swift_stage2.telemetry.match_log import MatchLog
-from swift_stage2.telemetry.run_record import RunRecord
+from swift_stage2.telemetry.metrics import Counters
+from swift_stage2.telemetry.recorders import PipelineRecorder
+from swift_stage2.telemetry.trace import Trace
 
 PATIENCE_S = 10.0
 
@@ -99,3 +102,52 @@ def test_a_sample_given_up_is_told_by_file_line_image_and_message(
         "a sample is given up (bad_sample): /data/rows.jsonl:13, image /data/a.png: a box must lie inside its image"
     )
     assert told[-1].endswith("; the audit holds those to come")
+
+
+_NO_ROUTE = "http://a:1: the weight group did not form"
+
+
+def outcome(error: str | None) -> RoundOutcome:
+    report = ServerReport(proven=error is None, error=error, proof="", num_bytes=0, seconds={})
+    return RoundOutcome("r", 1, {0: report})
+
+
+@pytest.mark.parametrize(
+    ("plans", "errors", "words"),
+    [
+        ([PLAN_A, PLAN_A], [], ""),
+        ([skipped(), PLAN_B], [None], ""),
+        ([PLAN_B], [_NO_ROUTE], ""),  # with what an earlier round has proven
+        (
+            [skipped()],
+            [None],
+            "channel B ran at none of the 1 steps that wanted it: packs were not ready in time",
+        ),
+        (
+            [skipped(SkipReason.SERVERS_SUSPECT), PLAN_A],
+            [_NO_ROUTE, _NO_ROUTE, "x"],
+            "channel B ran at none of the 1 steps that wanted it: none of 3 sync rounds proved a server, mostly: "
+            f"{_NO_ROUTE}",
+        ),
+        ([PLAN_A], [_NO_ROUTE], f"none of 1 sync rounds proved a server, mostly: {_NO_ROUTE}"),
+    ],
+)
+def test_the_run_its_launch_and_its_report_say_it_with_the_cause(
+    tmp_path: Path, plans: list[StepPlan], errors: list[str | None], words: str
+) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
+    telemetry.record_start(0)
+    for error in errors:
+        telemetry.record_round(0, outcome(error))
+    for number, plan in enumerate(plans):
+        telemetry.record_step(step(number, plan))
+    assert telemetry.unused_b == words
+    telemetry.close()
+    told = describe_end(tmp_path, 0, 0.0)
+    assert told.endswith(f"; warning: {words}" if words else f"run directory {tmp_path}")
+    (verdict,) = [part for part in report_of(read_run([tmp_path])).sections if part.key == "verdict"]
+    shown = " ".join(str(part) for part in verdict.parts)
+    if words:
+        assert f"{words[0].upper()}{words[1:]}." in shown
+    else:
+        assert "ran at none" not in shown

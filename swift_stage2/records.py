@@ -1,0 +1,347 @@
+"""Every record that travels between parts, in flow order: from a sample to its pack, then steps, rounds, evaluations.
+
+All records are frozen; whoever takes one makes the next and never edits what it was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
+from swift_stage2.scheduling.step_plan import StepPlan
+
+Box = tuple[float, float, float, float]
+IntegerBox = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Where a sample stands in one rank's stream. ``attempt`` counts rollouts asked for, from 0."""
+
+    epoch: int
+    position: int  # within this rank's shard of the epoch
+    index: int  # row in the data set
+    attempt: int = 0
+
+
+def find_image(path: str) -> str:
+    """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
+    root = os.environ.get("ROOT_IMAGE_DIR")
+    if root and not os.path.exists(path):
+        return os.path.join(root, path)
+    return path
+
+
+def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """Absolute paths of a row's images; None for one that has no file of its own."""
+    images = row.get("images") or ()
+    images = images if isinstance(images, list | tuple) else [images]
+    paths = [image.get("path") if isinstance(image, Mapping) else image for image in images]
+    return tuple(os.path.abspath(find_image(path)) if isinstance(path, str) else None for path in paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row of the data set: the prompt, its images, and the ground truth in original pixels."""
+
+    key: SampleKey
+    row: Mapping[str, Any]  # as the data set gives it; never changed
+    labels: tuple[str, ...]
+    boxes: tuple[Box, ...]  # x1, y1, x2, y2
+
+    @property
+    def image_paths(self) -> tuple[str | None, ...]:
+        """Absolute paths of its images; None for one that has no file of its own."""
+        return image_paths(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrigin:
+    """Where a row stands. ``file`` and ``line`` are None of a row that is in no local JSONL."""
+
+    file: str | None
+    line: int | None
+    images: tuple[str | None, ...]
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file is not None else "a row of no local JSONL"
+        named = [image for image in self.images if image is not None]
+        return f"{place}, image {', '.join(named)}" if named else place
+
+
+class QuarantineReason(StrEnum):
+    """Why a sample is given up."""
+
+    SAMPLE = "bad_sample"
+    PROMPT = "prompt_mismatch"
+    ROLLOUT = "poisonous_request"
+    TOO_SLOW = "too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Token positions ``start <= i < end`` of a rollout that were sampled under ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What the model said to one sample, and under which weights."""
+
+    sample: Sample
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    truncated: bool  # the server stopped it at max_new_tokens
+    seed: int  # its POST's, or its own where a merger stamped it
+    server: str
+    spans: tuple[VersionSpan, ...]
+    log_probs: tuple[float, ...] | None = None
+    seconds: float = 0.0
+
+    @property
+    def version(self) -> int:
+        """The oldest version that any of its tokens was sampled under."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class PostFailure:
+    """One POST that brought no rollout."""
+
+    server: str
+    end: str  # how, a ``PostEnd``
+    num_requests: int  # 0 for a probe or an ordered call
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutcome:
+    """The answer of ``RolloutClient.generate``; samples keep the order in which they were given."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    returned: tuple[Sample, ...] = ()
+    """To be asked again later, their attempts not counted up."""
+    aborted: tuple[Rollout, ...] = ()
+    """What the server aborted for a round had said so far. Its samples are among ``returned``, and are not aborted
+    twice."""
+    timed_out: tuple[Sample, ...] = ()
+    """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
+    quarantined: tuple[tuple[Sample, str], ...] = ()
+    """Poisonous requests, each with its reason."""
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Base URL → reason, for servers that became suspect since the last outcome."""
+    abandoned: Mapping[str, int] = field(default_factory=dict)
+    """Base URL → POSTs that their deadline ended."""
+    failures: tuple[PostFailure, ...] = ()
+    num_posts: int = 0
+
+
+class ObjectDropReason(StrEnum):
+    """Why the parser drops an object, in the order in which the reasons are tried."""
+
+    NOT_AN_OBJECT = "not_an_object"
+    UNEXPECTED_KEY = "unexpected_key"
+    MISSING_BOX = "missing_box"
+    WRONG_ARITY = "wrong_arity"
+    INVALID_BOX = "invalid_box"
+    MISSING_LABEL = "missing_label"
+
+
+@dataclass(frozen=True, slots=True)
+class MatchQuality:
+    """Counts of one rollout against its ground truth, for the ``match/`` and ``parse/`` metrics."""
+
+    num_predictions: int
+    num_ground_truth: int
+    num_pairs: int
+    sum_iou: float
+    num_gated: int
+    num_truncated: int  # 0 or 1
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMatch:
+    """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""
+
+    predicted: tuple[tuple[str, IntegerBox], ...]
+    truth: tuple[tuple[str, IntegerBox], ...]
+    pairs: tuple[tuple[int, int, float], ...]  # prediction, truth, IoU
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The corrected answer to one rollout, tokenised once as a whole."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]  # one per token, for ``loss_scale``
+    quality: MatchQuality
+    match: ObjectMatch | None = None  # None of a task without boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One encoded sample, ready to be packed. ``encoding`` is what the template's collator takes."""
+
+    key: SampleKey
+    sample_id: str
+    version: int
+    encoding: Mapping[str, Any]
+    num_tokens: int
+    num_supervised_tokens: int
+    num_rollout_tokens: int
+    quality: MatchQuality
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One collated batch, trained in one micro_step. Its version is its oldest segment's."""
+
+    pack_id: str
+    version: int
+    batch: Mapping[str, Any]
+    keys: tuple[SampleKey, ...]
+    num_tokens: int
+    num_supervised_tokens: int
+    capacity_tokens: int
+    quality: tuple[MatchQuality, ...] = ()
+
+    @property
+    def fill_ratio(self) -> float:
+        """Share of ``packing_length`` that carries tokens."""
+        return self.num_tokens / self.capacity_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as this rank saw it, for the audit and the metrics."""
+
+    step: int
+    plan: StepPlan
+    version: int
+    version_lag: int | None  # of the oldest pack trained; None on channel A
+    queue_depth: int
+    infer_in_flight: int
+    round_pending: bool
+    plan_seconds: float
+    packs: tuple[Pack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """How one server fared in one round.
+
+    ``seconds`` by phase: begin, connect, push, acknowledge, prove; apart from these, during the push: wait
+    (for the learner's next bucket) and pack (cast, checksums, one flat tensor).
+    """
+
+    proven: bool
+    error: str | None
+    proof: str  # "checksums+canary", "checksums" or "canary"
+    num_bytes: int
+    seconds: dict[str, float]
+    incarnation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What every rank learns of a round."""
+
+    round_id: str
+    version: int
+    reports: dict[int, ServerReport] = field(default_factory=dict)
+    learner_fault: str | None = None
+    hung: str | None = None
+    seconds: float = 0.0
+    canary_seconds: float = 0.0
+    export_seconds: float = 0.0  # reading, merging and gathering weights; once for all servers
+
+    @property
+    def proven(self) -> tuple[int, ...]:
+        return tuple(server for server, report in self.reports.items() if report.proven)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        return tuple(server for server, report in self.reports.items() if not report.proven)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RoundOutcome:
+        reports = {int(server): ServerReport(**report) for server, report in data["reports"].items()}
+        return cls(**{**data, "reports": reports})
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationCounts:
+    """What became of the samples, and the matches of those that were answered, added up."""
+
+    num_wanted: int = 0
+    num_answered: int = 0
+    num_failed: int = 0
+    """Given up: unreadable, poisonous, or without an answer after ``MAX_ASKS`` requests."""
+    num_truncated: int = 0
+    num_predictions: int = 0
+    num_ground_truth: int = 0
+    num_pairs: int = 0
+    sum_iou: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sample was answered or given up."""
+        return self.num_answered + self.num_failed == self.num_wanted
+
+    def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
+        """One more sample is answered."""
+        return replace(
+            self,
+            num_answered=self.num_answered + 1,
+            num_truncated=self.num_truncated + quality.num_truncated,
+            num_predictions=self.num_predictions + quality.num_predictions,
+            num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
+            num_pairs=self.num_pairs + quality.num_pairs,
+            sum_iou=self.sum_iou + quality.sum_iou,
+        )
+
+    def encode(self) -> tuple[float, ...]:
+        """A vector that may be added up over ranks."""
+        return tuple(float(count) for count in astuple(self))
+
+    @classmethod
+    def decode(cls, vector: Sequence[float]) -> EvaluationCounts:
+        """Reads what ``encode`` made."""
+        *counts, sum_iou = vector
+        return replace(cls(*map(round, counts)), sum_iou=sum_iou)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """``match/``'s ratios and the truncated share, by name; absent where nothing was counted."""
+        quotients = {
+            "precision": (self.num_pairs, self.num_predictions),
+            "recall": (self.num_pairs, self.num_ground_truth),
+            "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
+            "mean_iou": (self.sum_iou, self.num_pairs),
+            "truncated_ratio": (self.num_truncated, self.num_answered),
+        }
+        return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One evaluation that has ended; equal on every rank."""
+
+    run: RunningEvaluation
+    ended_step: int
+    end: EvaluationEnd
+    counts: EvaluationCounts
+    """Sums over all ranks."""

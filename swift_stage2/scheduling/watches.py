@@ -1,0 +1,118 @@
+"""Watches over channel B: it starves, or too many of its rollouts are cut off.
+
+Counters alone do not save a run in which B hardly ever runs. Plans are the same on every rank, so all ranks reach a
+starvation's verdict at the same step; a pause is the rank's own and travels in the step's vector.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StarvationVerdict:
+    """Channel B starved over the last ``num_steps`` steps."""
+
+    num_steps: int
+    num_wanted: int
+    num_run: int
+    cause: SkipReason
+
+    def __str__(self) -> str:
+        return (
+            f"channel B ran at {self.num_run} of {self.num_wanted} wanted steps among the last {self.num_steps}, "
+            f"fewer than half; most frequent cause: {self.cause}"
+        )
+
+
+class StarvationWatch:
+    """Gives a verdict when fewer than half of the B steps wanted in the last ``grace_steps`` steps ran.
+
+    After it the plans are forgotten, so that a lasting starvation is told once per ``grace_steps``.
+    """
+
+    def __init__(self, grace_steps: int) -> None:
+        if grace_steps < 1:
+            raise ValueError(
+                f"starvation.grace_steps is at least 1, got grace_steps={grace_steps}; 200 is the default"
+            )
+        self._grace_steps = grace_steps
+        self._plans: deque[StepPlan] = deque()
+        self._num_run = 0
+        self._skips: Counter[SkipReason] = Counter()
+
+    def observe(self, plan: StepPlan) -> StarvationVerdict | None:
+        """Take in the plan of one step; return a verdict if B has starved since the last one."""
+        self._remember(plan)
+        if len(self._plans) < self._grace_steps:
+            return None
+        num_skipped = self._skips.total()
+        if self._num_run >= num_skipped:
+            return None
+        cause = max(self._skips, key=lambda reason: self._skips[reason])
+        verdict = StarvationVerdict(self._grace_steps, self._num_run + num_skipped, self._num_run, cause)
+        self._forget()
+        return verdict
+
+    def _remember(self, plan: StepPlan) -> None:
+        if len(self._plans) == self._grace_steps:
+            self._count(self._plans.popleft(), -1)
+        self._plans.append(plan)
+        self._count(plan, +1)
+
+    def _count(self, plan: StepPlan, sign: int) -> None:
+        if plan.channel is Channel.B:
+            self._num_run += sign
+        elif plan.skip_reason is not None:
+            self._skips[plan.skip_reason] += sign
+
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._skips.clear()
+        self._num_run = 0
+
+
+WINDOW_ROLLOUTS = 256
+MIN_ROLLOUTS = 16  # a share over fewer rollouts says too little to stop a channel
+LIFT_FACTOR = 0.8
+
+
+class TruncationGuard:
+    """Pauses channel B above the limit on the share of truncated rollouts, and lifts that below 0.8 times the limit.
+
+    Training on cut-off answers makes a model worse. One writer, the rank's pipeline; any thread may read ``paused``.
+    """
+
+    def __init__(self, max_truncated_ratio: float) -> None:
+        if not 0 <= max_truncated_ratio <= 1:
+            raise ValueError(
+                "max_truncated_ratio is a share from 0 to 1, "
+                f"got max_truncated_ratio={max_truncated_ratio!r}; 0.3 is the default, 1 never pauses"
+            )
+        self._limit = max_truncated_ratio
+        self._recent: deque[bool] = deque(maxlen=WINDOW_ROLLOUTS)
+        self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        """Whether channel B must pause."""
+        return self._paused
+
+    @property
+    def truncated_ratio(self) -> float:
+        """The share of truncated rollouts among the last 256; 0 before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def observe(self, truncated: bool) -> bool:
+        """Take in one rollout; return whether channel B must pause from now on."""
+        self._recent.append(bool(truncated))
+        ratio = self.truncated_ratio
+        if self._paused:
+            # A limit of 0 has nothing below it: there a clean window lifts the pause.
+            self._paused = ratio >= LIFT_FACTOR * self._limit if self._limit > 0 else ratio > 0
+        elif len(self._recent) >= MIN_ROLLOUTS:
+            self._paused = ratio > self._limit
+        return self._paused

@@ -1,0 +1,363 @@
+"""Turns what the learner, channel B's pipeline and evaluations report into counters, gauges, records and spans.
+
+One recorder each, so that nothing of an evaluation reaches the ledger or the counters of what trains. ``UnusedB``
+says why channel B never ran.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from swift_stage2.records import (
+    BatchOutcome,
+    EvaluationRecord,
+    MatchQuality,
+    Pack,
+    Rollout,
+    RoundOutcome,
+    RowOrigin,
+    SampleKey,
+    Segment,
+    StepRecord,
+    Target,
+)
+from swift_stage2.telemetry.activity import ActivityClock, IntervalClock, PipelineActivity
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.ledger import Ledger, RunRecord
+from swift_stage2.telemetry.match_log import MatchLog
+from swift_stage2.telemetry.metrics import PREFIX, Counters
+from swift_stage2.telemetry.trace import Trace
+
+_CAUSES = {
+    "not_enough_packs": "packs were not ready in time",
+    "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
+    "servers_suspect": "no proven server was left",
+    "pipeline_failed": "the pipeline had failed",
+}
+_MOST_CHARACTERS = 600  # of a server's error
+
+
+@dataclass(slots=True, kw_only=True)
+class UnusedB:
+    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
+
+    num_wanted: int = 0
+    num_run: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    """Causes of wanted steps that did not run."""
+    num_rounds: int = 0
+    num_proven: int = 0
+    """Sync rounds that proved a server."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Of servers that a round did not prove."""
+
+    def step(self, facts: StepRecord) -> None:
+        """Take in one step."""
+        self.num_wanted += facts.plan.wanted_b
+        self.num_run += facts.plan.channel == "B"
+        if facts.plan.skip_reason is not None:
+            self.skips[facts.plan.skip_reason] += 1
+
+    def round(self, outcome: RoundOutcome) -> None:
+        """Take in a sync round that has ended."""
+        self.num_rounds += 1
+        self.num_proven += bool(outcome.proven)
+        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
+
+    def describe(self) -> str:
+        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
+        if self.num_run:
+            return ""
+        cause = ""
+        if self.num_rounds and not self.num_proven:
+            cause = f"none of {self.num_rounds} sync rounds proved a server"
+            if self.errors:
+                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
+        elif self.skips:
+            reason = _most(self.skips)
+            cause = _CAUSES.get(reason, reason)
+        if self.num_wanted:
+            cause = cause or "no cause is recorded"
+            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
+        return cause
+
+
+def _most(counts: Counter[str]) -> str:
+    return max(counts, key=lambda key: counts[key])
+
+
+class StepRecorder:
+    """One rank's side of the learner's events. Without channel B, the gauges of its parts stay unset."""
+
+    def __init__(self, counters: Counters, audit: AuditLog, clock: ActivityClock, *, b_enabled: bool) -> None:
+        self._counters = counters
+        self._audit = audit
+        self._clock = clock
+        self._b_enabled = b_enabled
+        self._told_ns = clock.totals_ns()
+
+    def resumed(self) -> None:
+        """The clock now holds the time of earlier processes, which their own records have told."""
+        self._told_ns = self._clock.totals_ns()
+
+    def step(self, facts: StepRecord) -> None:
+        """One step, when its plan is made."""
+        self._count(facts)
+        if self._b_enabled:
+            self._gauge(facts)
+        totals = self._clock.totals_ns()
+        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
+        self._told_ns = totals
+        self._audit.write(
+            "step",
+            step=facts.step,
+            channel=facts.plan.channel,
+            wants_b=facts.plan.wanted_b,
+            skip_reason=facts.plan.skip_reason,
+            version=facts.version,
+            version_lag=facts.version_lag,
+            queue_depth=facts.queue_depth,
+            infer_in_flight=facts.infer_in_flight,
+            round_pending=facts.round_pending,
+            plan_seconds=facts.plan_seconds,
+            num_tokens=sum(pack.num_tokens for pack in facts.packs),
+            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
+            activity_ns={activity: ns for activity, ns in spent.items() if ns},
+        )
+
+    def round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None:
+        """One sync round that has ended; it is committed iff a server was proven."""
+        committed = bool(outcome.proven)
+        self._counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
+        self._counters.add("sync_servers_failed", len(outcome.failed))
+        self._audit.write(
+            "round",
+            step=step,
+            round_id=outcome.round_id,
+            version=outcome.version,
+            committed=committed,
+            seconds=outcome.seconds,
+            pending_seconds=pending_seconds,
+            canary_seconds=outcome.canary_seconds,
+            export_seconds=outcome.export_seconds,
+            servers=dict(outcome.reports),
+        )
+
+    def _count(self, facts: StepRecord) -> None:
+        add, plan = self._counters.add, facts.plan
+        add("steps")
+        add("b_steps_wanted", int(plan.wanted_b))
+        add("b_steps_run", int(plan.channel == "B"))
+        if plan.skip_reason is not None:
+            add(f"b_steps_skipped/{plan.skip_reason}")
+        add("packs_trained", len(facts.packs))
+        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
+        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
+        add("stage_seconds/plan", facts.plan_seconds)
+
+    def _gauge(self, facts: StepRecord) -> None:
+        self._counters.set("queue_depth", facts.queue_depth)
+        self._counters.set("ver_current", facts.version)
+        self._counters.set("sync_pending", int(facts.round_pending))
+        self._counters.set("infer_inflight", facts.infer_in_flight)
+        if facts.version_lag is not None:
+            self._counters.raise_to("ver_lag", facts.version_lag)
+
+
+logger = logging.getLogger(__name__)
+
+_CUT_BY_OUR_OWN_STOP = "stopped"
+_MOST_TOLD = 20
+
+
+class PipelineRecorder:
+    """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        audit: AuditLog,
+        ledger: Ledger,
+        record: RunRecord,
+        matches: MatchLog,
+        trace: Trace,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counters = counters
+        self._audit = audit
+        self._ledger = ledger
+        self._record = record
+        self._matches = matches
+        self._trace = trace
+        self.clock = IntervalClock(PipelineActivity.IDLE, trace.now_ns, trace.recorder_of("pipeline"))
+        self._num_posts_out = 0
+        self._posts_lock = threading.Lock()
+        self._now_s = now_s
+        self._last_progress_s = now_s()
+        self._num_quarantined = 0
+
+    @property
+    def progress_s_ago(self) -> float:
+        """Seconds since the last segment or pack was made, or since the start."""
+        return self._now_s() - self._last_progress_s
+
+    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
+        """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
+        self._stage("rollout", seconds)
+        self._counters.add("rollouts_received", len(outcome.rollouts))
+        failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
+        self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
+        self._counters.add("samples_returned", len(outcome.returned))
+        self._counters.add("rollouts_aborted", len(outcome.aborted))
+        self._audit.write(
+            "batch",
+            seconds=seconds,
+            num_rollouts=len(outcome.rollouts),
+            num_returned=len(outcome.returned),
+            num_aborted=len(outcome.aborted),
+            num_quarantined=len(outcome.quarantined),
+            num_posts=outcome.num_posts,
+            failures=list(outcome.failures),
+        )
+        for rollout in outcome.rollouts:
+            self._record.completion(rollout)
+
+    def read(
+        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
+    ) -> None:
+        """Rows and images of drawn samples were read."""
+        self._ledger.read(keys, num_objects=num_objects, num_pixels=num_pixels)
+
+    def enter(self, activity: PipelineActivity) -> None:
+        """What the pipeline's thread does from now on."""
+        self.clock.switch(activity)
+
+    @contextmanager
+    def post(self) -> Iterator[None]:
+        """One POST is out, on its lane's thread. The pipeline is asking while at least one is."""
+        with self._posts_lock:
+            self._num_posts_out += 1
+            if self._num_posts_out == 1:
+                self.clock.switch_from(PipelineActivity.TICKET, PipelineActivity.ASKING)
+        try:
+            with self._trace.span("POST"):
+                yield
+        finally:
+            with self._posts_lock:
+                self._num_posts_out -= 1
+                if self._num_posts_out == 0:
+                    self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        """What became of a rollout whose segment was just told; ``space`` is that of the boxes, width and height."""
+        self._matches.training(rollout, target, space)
+
+    def segment(self, segment: Segment, seconds: float) -> None:
+        """One rollout became a segment: parsed, matched, corrected and encoded."""
+        self._stage("prepare", seconds)
+        self._last_progress_s = self._now_s()
+        self._count_quality(segment.quality)
+        self._ledger.matched(segment)
+
+    def pack(self, pack: Pack, seconds: float) -> None:
+        """One pack was collated and is about to be offered to the queue."""
+        self._stage("pack", seconds)
+        self._last_progress_s = self._now_s()
+        self._counters.add("packs_made")
+        self._counters.add("segments_packed", len(pack.keys))
+        self._counters.add("tokens_packed", pack.num_tokens)
+        self._counters.add("tokens_capacity", pack.capacity_tokens)
+        self._ledger.packed(pack)
+
+    def dropped(self, pack: Pack, reason: str) -> None:
+        """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
+        self._counters.add(f"packs_{reason}")
+
+    def stale_segment(self, segment: Segment) -> None:
+        """A segment went stale before it was packed."""
+        self._counters.add("segments_dropped_stale")
+
+    def quarantined(self, key: object, reason: str, message: str, origin: RowOrigin | None = None) -> None:
+        """A sample was given up; ``reason`` is a ``QuarantineReason``. The first few are logged."""
+        self._counters.add(f"samples_quarantined/{reason}")
+        self._counters.add("samples_quarantined")
+        place = {"file": origin.file, "line": origin.line, "images": origin.images} if origin else {}
+        self._audit.write("quarantine", sample=key, reason=reason, message=message, **place)
+        self._num_quarantined += 1
+        if self._num_quarantined <= _MOST_TOLD:
+            last = "; the audit holds those to come" if self._num_quarantined == _MOST_TOLD else ""
+            logger.warning("a sample is given up (%s): %s: %s%s", reason, origin or key, message, last)
+
+    def _stage(self, name: str, seconds: float) -> None:
+        self._counters.add(f"stage_seconds/{name}", max(0.0, seconds))
+        if name != "rollout":  # its POSTs have spans of their own
+            end_ns = self._trace.now_ns()
+            self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
+
+    def _count_quality(self, quality: MatchQuality) -> None:
+        add = self._counters.add
+        add("rollouts_prepared")
+        add("rollouts_truncated", quality.num_truncated)
+        add("objects_parsed", quality.num_predictions)
+        add("match_predictions", quality.num_predictions)
+        add("match_ground_truths", quality.num_ground_truth)
+        add("match_pairs", quality.num_pairs)
+        add("match_sum_iou", quality.sum_iou)
+        add("match_gated", quality.num_gated)
+        for reason, count in quality.dropped.items():
+            add(f"objects_dropped/{reason}", count)
+
+
+class EvaluationRecorder:
+    """One rank's side of evaluations."""
+
+    def __init__(self, audit: AuditLog, matches: MatchLog) -> None:
+        self._audit = audit
+        self._matches = matches
+        self._versions: dict[str, int] = {}  # of the POST that each server is asked; a lane has one at a time
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
+        """A POST begins."""
+        self._versions[server] = version
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
+        """It is over; its ticket is still held."""
+        self._audit.write(
+            "post",
+            purpose="evaluation",
+            server=server,
+            version=self._versions[server],
+            end=end,
+            seconds=seconds,
+            rows=[key.index for key in keys],
+        )
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        """A sample was answered; ``space`` is that of the boxes, width and height."""
+        self._matches.evaluation(rollout, target, space)
+
+    def given_up(self, index: int, message: str) -> None:
+        """Row ``index`` of the validation set counts as failed."""
+        self._audit.write("evaluation_failure", row=index, message=message)
+
+    def ended(self, facts: EvaluationRecord) -> dict[str, float]:
+        """One evaluation, summed over ranks; returns its scalars by full tag."""
+        counts = facts.counts
+        self._audit.write(
+            "evaluation",
+            step=facts.ended_step,
+            due_step=facts.run.due_step,
+            begun_step=facts.run.begun_step,
+            version=facts.run.version,
+            end=facts.end,
+            counts=counts,
+            ratios=counts.ratios,
+        )
+        values = dict(counts.ratios) | {"num_samples": counts.num_answered, "version": facts.run.version}
+        return {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}

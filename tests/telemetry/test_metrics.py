@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.ready_queue import DropReason
+from swift_stage2.records import ObjectDropReason
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry import metrics
+from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.metrics import (
+    EVALUATION_TAGS,
+    METRICS,
+    RATIOS,
+    Counters,
+    Kind,
+    Merge,
+    MergedMetrics,
+    decode,
+    encode,
+    vector_length,
+)
+from swift_stage2.telemetry.tensorboard import LAYOUT
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "metrics.md"
+
+PLAN_TAGS = {
+    "async/policy_wants_b",
+    "async/step_kind_b",
+    "async/b_step_skipped_due_to_queue",
+    "async/b_ratio_realized",
+    "async/b_debt",
+    "async/b_steps_skipped_total",
+}
+
+
+def table_tags() -> list[str]:
+    return [metric.tag for metric in METRICS if metric.tag is not None] + [ratio.tag for ratio in RATIOS]
+
+
+def declared_tags() -> set[str]:
+    return (
+        set(table_tags())
+        | PLAN_TAGS
+        | set(EVALUATION_TAGS)
+        | {f"time/learner_{name}" for name in (*Activity, "wall")}
+    )
+
+
+def test_the_queue_s_drop_reasons_are_declared() -> None:
+    assert {f"packs_{reason}" for reason in DropReason} <= set(metrics.METRICS_BY_NAME)
+
+
+def test_no_two_numbers_share_a_tag() -> None:
+    assert len(table_tags()) == len(set(table_tags()))
+
+
+def test_ratios_divide_declared_counters() -> None:
+    names = {name for ratio in RATIOS for name in (*ratio.numerator, *ratio.denominator)}
+    assert names <= set(metrics.METRICS_BY_NAME)
+
+
+def test_every_tag_has_its_place_in_the_layout() -> None:
+    placed = [tag for charts in LAYOUT.values() for tags in charts.values() for tag in tags]
+    assert sorted(placed) == sorted(declared_tags())
+
+
+def test_the_document_lists_every_tag_and_no_other() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), flags=re.MULTILINE)
+    listed = {row for row in rows if "/" in row}
+    families = {
+        "async/skipped/<reason>_total": tuple(SkipReason),
+        "parse/dropped/<reason>": tuple(ObjectDropReason),
+        "time/<stage>": metrics.STAGES,
+        "time/learner_<activity>": tuple(Activity),
+    }
+    for row, members in families.items():
+        listed.remove(row)
+        listed |= {re.sub("<.*>", member, row) for member in members}
+    assert listed == declared_tags()
+
+
+def test_a_misspelt_name_raises_and_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'packs_dropped_stale'"):
+        Counters().add("packs_droped_stale")
+
+
+def test_an_undeclared_reason_of_a_family_raises() -> None:
+    counters = Counters()
+    counters.add("objects_dropped/invalid_box", 2)
+    with pytest.raises(ValueError, match="must be declared"):
+        counters.add("objects_dropped/ugly_box")
+    assert counters.value("objects_dropped/invalid_box") == 2
+
+
+@pytest.mark.parametrize("amount", [-1, -0.001, float("nan")])
+def test_a_counter_only_grows(amount: float) -> None:
+    counters = Counters()
+    with pytest.raises(ValueError, match="only grows"):
+        counters.add("packs_made", amount)
+    assert counters.value("packs_made") == 0
+
+
+def test_counters_and_gauges_are_not_mixed_up() -> None:
+    counters = Counters()
+    with pytest.raises(ValueError, match="is a gauge; set it"):
+        counters.add("queue_depth")
+    with pytest.raises(ValueError, match="is a counter; add to it"):
+        counters.set("packs_made", 3)
+
+
+def test_a_gauge_has_no_value_until_it_is_set() -> None:
+    counters = Counters()
+    assert counters.value("ver_lag") is None
+    assert "ver_lag" not in counters.snapshot()
+    counters.raise_to("ver_lag", 2)
+    counters.raise_to("ver_lag", 1)
+    assert counters.snapshot()["ver_lag"] == 2
+    counters.set("ver_lag", None)
+    assert "ver_lag" not in counters.snapshot()
+
+
+def test_a_name_is_declared_once() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_no_increment_is_lost_between_threads() -> None:
+    counters = Counters()
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait(10)
+        for _ in range(2000):
+            counters.add("packs_made")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert counters.value("packs_made") == 8000
+
+
+def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
+    before = Counters()
+    before.add("packs_made", 5)
+    before.set("queue_depth", 3)
+    after = Counters()
+    after.add("packs_trained", 1)
+    after.load_state_dict({**before.state_dict(), "a_counter_of_another_release": 4})
+    after.add("packs_made")
+    assert after.value("packs_made") == 6
+    assert after.value("packs_trained") == 0
+    assert after.value("queue_depth") is None
+    assert after.snapshot().keys() == {m.name for m in METRICS if m.kind is Kind.COUNTER}
+
+
+GAUGES = [metric for metric in METRICS if metric.kind is Kind.GAUGE]
+SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric.merge is Merge.SUM]
+
+
+def merge(ranks: list[Counters], activities: list[dict[Activity, int]] | None = None) -> list[MergedMetrics]:
+    """What every rank reads, with the collective written out."""
+    spent = activities or [dict.fromkeys(Activity, 0) for _ in ranks]
+    numbers = [rank.snapshot() for rank in ranks]
+    vectors = [
+        encode(mine, spent[rank], rank=rank, world_size=len(ranks)) for rank, mine in enumerate(numbers)
+    ]
+    summed = [sum(column) for column in zip(*vectors, strict=True)]
+    return [decode(summed, mine, world_size=len(ranks)) for mine in numbers]
+
+
+values = st.one_of(st.none(), st.integers(-5, 10**6))
+
+
+@given(st.data())
+def test_every_rank_reads_sums_minima_and_maxima(data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, 5))
+    ranks = [Counters() for _ in range(world_size)]
+    drawn = {m.name: data.draw(st.lists(values, min_size=world_size, max_size=world_size)) for m in GAUGES}
+    offset = data.draw(st.integers(0, 10**6))
+    counts = {m.name: offset + place for place, m in enumerate(SUMMED)}
+    for index, rank in enumerate(ranks):
+        for name, column in drawn.items():
+            rank.set(name, column[index])
+        for name, count in counts.items():
+            rank.add(name, count + index)
+    views = merge(ranks)
+    oracle: dict[Merge, Callable[[list[int]], int]] = {
+        Merge.SUM: sum,
+        Merge.MIN: min,
+        Merge.MAX: max,
+        Merge.SAME: max,
+    }
+    for metric in GAUGES:
+        present = [value for value in drawn[metric.name] if value is not None]
+        expected = oracle[metric.merge](present) if present else None
+        assert views[0].values.get(metric.name) == expected
+        assert views[0].per_rank[metric.name] == tuple(drawn[metric.name])
+    for name, count in counts.items():
+        assert views[0].values[name] == sum(count + index for index in range(world_size))
+    assert all(view == views[0] for view in views)
+
+
+def test_what_every_rank_decides_alike_is_not_multiplied() -> None:
+    ranks = [Counters() for _ in range(4)]
+    for rank in ranks:
+        rank.add("steps", 10)
+        rank.add("sync_rounds_failed", 2)
+        rank.set("ver_current", 7)
+    values_now = merge(ranks)[0].values
+    assert (values_now["steps"], values_now["sync_rounds_failed"], values_now["ver_current"]) == (10, 2, 7)
+
+
+@given(st.lists(st.lists(st.integers(0, 10**13), min_size=6, max_size=6), min_size=1, max_size=16))
+def test_activities_of_all_ranks_add_up_exactly(rows: list[list[int]]) -> None:
+    activities = [dict(zip(Activity, row, strict=True)) for row in rows]
+    merged = merge([Counters() for _ in rows], activities)[0]
+    assert merged.activity_ns == {a: sum(row[a] for row in activities) for a in Activity}
+
+
+def test_the_length_depends_on_the_number_of_ranks_only() -> None:
+    counters = Counters()
+    empty = encode(counters.snapshot(), dict.fromkeys(Activity, 0), rank=1, world_size=3)
+    counters.set("queue_depth", 2)
+    counters.add("packs_made", 2)
+    full = encode(counters.snapshot(), dict.fromkeys(Activity, 5), rank=2, world_size=3)
+    assert len(empty) == len(full) == vector_length(3)
+
+
+def test_a_vector_of_another_world_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="entries for 2 ranks, got"):
+        decode([0.0] * vector_length(3), Counters().snapshot(), world_size=2)
