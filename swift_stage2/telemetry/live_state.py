@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
@@ -20,6 +21,7 @@ _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seco
 _NUM_WARNINGS = 3
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
+_RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +274,7 @@ class RunProgress:
             case "start" if record["rank"] == 0:  # an earlier process's steps are history
                 self.state = replace(self.state, step=record["step"], num_b_run=0, num_b_skipped=0)
                 self._pace.pause()
+                self._rollouts = deque([(record["time"], 0)])
             case "step":
                 self._take_step(record)
             case "batch":
@@ -317,12 +320,14 @@ class RunProgress:
             self.state = self.state.with_warning(message)
 
     def _rate(self, now: float) -> float | None:
-        """Rollouts per second over the last few seconds, all ranks together."""
-        if not self.state.b_enabled:
+        """Rollouts per second of all ranks, over some seconds or the last few batches, whichever is longer."""
+        if not self.state.b_enabled or not self._rollouts:
             return None
-        while self._rollouts and self._rollouts[0][0] < now - _RATE_WINDOW_S:
-            self._rollouts.popleft()
-        return sum(count for _, count in self._rollouts) / _RATE_WINDOW_S
+        batches = self._rollouts
+        while len(batches) > _RATE_BATCHES + 1 and batches[1][0] < now - _RATE_WINDOW_S:
+            batches.popleft()
+        since = batches[0][0]  # its own rollouts were made before it
+        return sum(count for _, count in islice(batches, 1, None)) / (now - since) if now > since else None
 
 
 def _parse(line: bytes) -> Record | None:

@@ -152,7 +152,8 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     yield "queue", _queue(state)
     pending = ", round pending" if state.round_pending else ""
     yield "version", f"{state.version}{_known(', lag {}', state.version_lag)}{pending}"
-    yield "rollouts", _known("{:.1f}/s", state.rollouts_per_s) or "-"
+    rate = state.rollouts_per_s
+    yield "rollouts", _known("{:.1f}/s" if (rate or 1) >= 1 else "{:.2g}/s", rate) or "-"
     yield "round", _round(state)
     if (last := state.last_evaluation) is not None:
         yield (

@@ -260,7 +260,7 @@ def _rounds(summary: RunSummary) -> dict[str, str]:
 def _round_times(summary: RunSummary) -> Table:
     table = Table(title="Sync round, seconds by phase", title_justify="left")
     for heading in ("phase", "times", "median", "longest", "total"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
+        table.add_column(heading, justify="left" if heading == "phase" else "right", overflow="fold")
     phases: dict[str, Spread] = dict(summary.phase_seconds)
     if summary.round_seconds is not None:
         phases["whole round"] = summary.round_seconds
@@ -276,7 +276,7 @@ def _activities(summary: RunSummary) -> Table:
     spent = (name for rank in summary.activity for name, seconds in rank.seconds.items() if seconds)
     names = list(dict.fromkeys(spent))
     for name in (*names, "wall"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for rank in summary.activity:
         table.add_row(
             str(rank.rank),
@@ -291,8 +291,8 @@ def _activities(summary: RunSummary) -> Table:
 
 def _pairs(title: str, rows: Mapping[str, str]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
-    table.add_column()
-    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     return table

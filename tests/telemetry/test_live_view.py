@@ -64,6 +64,10 @@ def test_the_plain_line() -> None:
     )
 
 
+def test_a_slow_rate_does_not_read_as_none() -> None:
+    assert "rollouts 0.042/s" in plain_line(replace(STATE, rollouts_per_s=0.0417))
+
+
 def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
     assert plain_line(LiveState(total_steps=400)) == (
         "step 0/400 | eta - | channel A | B 0 run, 0 skipped | queue - | version 0 | rollouts - | round none yet"
@@ -253,10 +257,22 @@ def _write_batches(path: Path, times_and_counts: list[tuple[float, int]], step_t
     log.close()
 
 
-def test_the_rate_counts_rollouts_of_the_last_ten_seconds_over_all_ranks(tmp_path: Path) -> None:
-    _write_batches(audit_path(tmp_path, 0), [(80.0, 1000), (95.0, 20)], 100.0)
+def test_the_rate_of_fast_servers_is_that_of_the_last_ten_seconds_over_all_ranks(tmp_path: Path) -> None:
+    seconds = [float(number) for number in range(50, 100)]
+    _write_batches(audit_path(tmp_path, 0), [(second, 20) for second in seconds], 100.0)
     _write_batches(audit_path(tmp_path, 1), [(99.0, 30)], 100.0)
-    assert _progress(tmp_path).refresh().rollouts_per_s == (20 + 30) / 10
+    assert _progress(tmp_path).refresh().rollouts_per_s == (10 * 20 + 30) / (100 - 89)
+
+
+def test_the_rate_of_slow_servers_is_that_of_their_last_batches(tmp_path: Path) -> None:
+    _write_batches(audit_path(tmp_path, 0), [(float(time), 2) for time in range(0, 1000, 50)], 990.0)
+    rate = _progress(tmp_path, num_ranks=1).refresh().rollouts_per_s
+    assert rate == 8 * 2 / (990 - 550)
+
+
+def test_without_a_batch_there_is_no_rate(tmp_path: Path) -> None:
+    _write_batches(audit_path(tmp_path, 0), [], 990.0)
+    assert _progress(tmp_path, num_ranks=1).refresh().rollouts_per_s is None
 
 
 def test_only_the_last_channels_are_shown(tmp_path: Path) -> None:

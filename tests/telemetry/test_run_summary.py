@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,19 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     assert _text(summary).count("plans that differ between ranks") == 1
 
 
-def _text(summary: RunSummary) -> str:
-    console = Console(width=120)
+def test_nothing_is_cut_at_80_columns(tmp_path: Path) -> None:
+    telemetry = start(tmp_path, 0, 1)
+    telemetry.record_step(step(0))
+    telemetry.close()
+    drops = {"packs_dropped_because_of_a_cause_whose_name_is_longer_than_any_terminal_is_wide_in_columns": 1}
+    shown = _text(replace(summarise(tmp_path), drops=drops), width=80)
+    assert "…" not in shown
+    cells = "".join(line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│"))
+    assert next(iter(drops)) in cells
+
+
+def _text(summary: RunSummary, width: int = 120) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(summary_table(summary))
     return capture.get()
