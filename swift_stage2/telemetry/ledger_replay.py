@@ -21,7 +21,7 @@ Place = tuple[int, int]
 """Epoch and position: what names a sample of a rank's stream for good."""
 
 
-class Stage(StrEnum):
+class SampleStage(StrEnum):
     """Where a sample in hand is."""
 
     TO_BE_REDRAWN = "to be redrawn"
@@ -71,7 +71,7 @@ class _Life:
     """A sample in hand."""
 
     key: Key
-    stage: Stage
+    stage: SampleStage
     version: int | None = None
     pack_id: str | None = None
 
@@ -146,7 +146,7 @@ class Replay:
             quarantined=dict(sorted(self._quarantined.items())),
             in_hand={
                 stage.value: count
-                for stage in Stage
+                for stage in SampleStage
                 if (count := sum(life.stage is stage for life in self._lives.values()))
             },
             returned=dict(sorted(self._returned.items())),
@@ -176,13 +176,13 @@ class Replay:
             )
         self._window, self._first_step, self._saved = record["version_window"], record["step"], None
         for life in self._lives.values():  # whatever the process before had of them is gone
-            life.stage, life.version, life.pack_id = Stage.TO_BE_REDRAWN, None, None
+            life.stage, life.version, life.pack_id = SampleStage.TO_BE_REDRAWN, None, None
 
     def _open(self, state: Mapping[str, Any], *, is_resumed: bool) -> None:
         keys = self._keys_of(state)
         self._cursor = (state["epoch"], state["position"])
         self._shard = len(range(self.rank, state["num_rows"], state["world_size"]))
-        self._lives = {key[:2]: _Life(key, Stage.TO_BE_REDRAWN) for key in keys}
+        self._lives = {key[:2]: _Life(key, SampleStage.TO_BE_REDRAWN) for key in keys}
         self._taken_over = len(keys)
         if not is_resumed and (keys or self._cursor != (0, 0)):
             self._break("a run that resumes nothing begins at its stream's first sample", keys)
@@ -216,17 +216,19 @@ class Replay:
             self._break("a sample keeps its row, and its attempt until it returns", [key])
         match record["kind"]:
             case Entry.READ:
-                self._move(life, (Stage.DRAWN,), Stage.DRAWN, "read once it was drawn")
+                self._move(life, (SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn")
             case Entry.SENT:
-                self._move(life, (Stage.DRAWN, Stage.SENT), Stage.SENT, "sent once it was drawn")
+                self._move(
+                    life, (SampleStage.DRAWN, SampleStage.SENT), SampleStage.SENT, "sent once it was drawn"
+                )
             case Entry.FINISHED:
-                after = Stage.FINISHED if record["end"] == "answered" else Stage.DRAWN
-                self._move(life, (Stage.SENT,), after, "finished once it was sent")
+                after = SampleStage.FINISHED if record["end"] == "answered" else SampleStage.DRAWN
+                self._move(life, (SampleStage.SENT,), after, "finished once it was sent")
             case Entry.MATCHED:
-                self._move(life, (Stage.FINISHED,), Stage.MATCHED, "matched once it was answered")
+                self._move(life, (SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered")
                 life.version = record["version"]
             case Entry.PACKED:
-                self._move(life, (Stage.MATCHED,), Stage.PACKED, "packed once it was matched")
+                self._move(life, (SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched")
                 life.pack_id = record["pack_id"]
             case Entry.RETURNED:
                 self._return(record, key, life)
@@ -239,7 +241,7 @@ class Replay:
     def _draw(self, key: Key, life: _Life | None) -> None:
         place = key[:2]
         if life is not None:
-            self._move(life, (Stage.TO_BE_REDRAWN,), Stage.DRAWN, "redrawn once it had returned")
+            self._move(life, (SampleStage.TO_BE_REDRAWN,), SampleStage.DRAWN, "redrawn once it had returned")
             if life.key != key:
                 self._break("a sample keeps its row, and its attempt until it returns", [key])
             return
@@ -247,8 +249,8 @@ class Replay:
             self._break("a sample that has ended is not drawn again", [key])
             return
         self._num_drawn += 1
-        self._lives[place] = _Life(key, Stage.DRAWN)
-        waiting = [other.key for other in self._lives.values() if other.stage is Stage.TO_BE_REDRAWN]
+        self._lives[place] = _Life(key, SampleStage.DRAWN)
+        waiting = [other.key for other in self._lives.values() if other.stage is SampleStage.TO_BE_REDRAWN]
         if waiting:
             self._break("samples that returned are drawn before any new one", waiting)
         self._advance(key)
@@ -267,16 +269,16 @@ class Replay:
         self._cursor = (key[0], key[1] + 1)
 
     def _return(self, record: Record, key: Key, life: _Life) -> None:
-        if life.stage is Stage.TO_BE_REDRAWN:
+        if life.stage is SampleStage.TO_BE_REDRAWN:
             self._break("a sample returns once it was drawn", [key])
         if key[:3] != life.key[:3] or not 0 <= key[3] - life.key[3] <= 1:
             self._break("a sample keeps its row, and a return adds at most one attempt", [key])
         self._returned[record["reason"]] += 1
-        self._lives[key[:2]] = _Life(key, Stage.TO_BE_REDRAWN)
+        self._lives[key[:2]] = _Life(key, SampleStage.TO_BE_REDRAWN)
 
     def _train(self, record: Record, key: Key, life: _Life) -> None:
         self.num_trained += 1
-        if life.stage is not Stage.PACKED or life.pack_id != record["pack_id"]:
+        if life.stage is not SampleStage.PACKED or life.pack_id != record["pack_id"]:
             self._break("a sample is trained in the pack that it was packed into", [key])
         if life.version is not None and life.version < record["version"] - self._window:
             self._break("nothing is trained that is older than the version window", [key])
@@ -300,7 +302,7 @@ class Replay:
         else:
             self._break(f"a sample is drawn before it is {record['kind']}", [key])
 
-    def _move(self, life: _Life, before: Sequence[Stage], after: Stage, rule: str) -> None:
+    def _move(self, life: _Life, before: Sequence[SampleStage], after: SampleStage, rule: str) -> None:
         if life.stage not in before:
             self._break(f"a sample is {rule}", [life.key])
         life.stage = after

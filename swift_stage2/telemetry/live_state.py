@@ -22,6 +22,7 @@ _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seco
 _NUM_WARNINGS = 3
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
+_RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
