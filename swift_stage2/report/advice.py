@@ -5,25 +5,21 @@ The first finding names the resource that binds; the others follow in the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from swift_stage2.report.content import seconds
-from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.knob_values import (
-    ROUNDS_SHARE,
-    servers_needed,
-    sustained_b_ratio,
-    sync_every_steps_needed,
-    window_needed,
-)
-from swift_stage2.report.verdict import ChannelPace, Speed
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.speed import ChannelPace, Speed, trained_steps
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.telemetry.unused_b import describe_unused
 
 SLOWDOWN = 0.03
 """Of steps beside rollouts; more than this is told."""
-
-
 MISSED_SHARE = 0.05
 """Of wanted B steps; the first one comes before any pack."""
 
@@ -224,3 +220,122 @@ def _interference(pace: ChannelPace) -> Finding:
 
 def _text(value: float | int | None) -> str | None:
     return None if value is None else f"{value:g}"
+
+
+ROUNDS_SHARE = 0.05
+"""Of the training part; more than this is worth a knob."""
+
+
+def sustained_b_ratio(speed: Speed, course: Course) -> float:
+    """The highest share of B steps that these rollouts feed, at this run's step times; rounded down to 1/100."""
+    share = course.num_b_run / course.num_steps * speed.learner_s / speed.rollouts_s
+    return min(1.0, math.floor(share * 100) / 100)
+
+
+def servers_needed(speed: Speed, num_servers: int) -> int | None:
+    """With how many servers the learner would bind; None if the pipeline's other work alone takes too long."""
+    asking = speed.working_s["asking"]
+    left = speed.learner_s - (speed.rollouts_s - asking)
+    return math.ceil(asking * num_servers / left) if left > 0 else None
+
+
+def sync_every_steps_needed(speed: Speed, course: Course) -> int:
+    """From how many steps on a round, as long as it now is, takes ``ROUNDS_SHARE`` of the time."""
+    round_s = speed.rounds_s / course.num_rounds
+    step_s = speed.steps_s / course.num_steps
+    return math.ceil(round_s * (1 - ROUNDS_SHARE) / (ROUNDS_SHARE * step_s))
+
+
+def window_needed(course: Course, sync_every_steps: int, version_window: int) -> int:
+    """In which POSTs of such unlike lengths all arrive fresh: they spread over at most window × sync_every_steps."""
+    quick, slow = course.post_steps or (0.0, 0.0)
+    return max(version_window + 1, math.ceil((slow - quick + 1) / sync_every_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The present settings, None where the run did not write them down."""
+
+    b_ratio: float | None
+    sync_every_steps: int | None
+    version_window: int | None
+    num_servers: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What happened on the way."""
+
+    num_steps: int
+    num_b_wanted: int
+    num_b_run: int
+    skips: Mapping[str, int]
+    num_stale: int
+    """Packs and segments that left the window untrained."""
+    num_rounds: int
+    num_servers_failed: int
+    """How often a round could not prove a server."""
+    main_server_error: str | None
+    post_steps: tuple[float, float] | None
+    """Lower and upper decile of what a POST takes, in steps; None without POSTs."""
+    unused: str = ""
+    """Why channel B was wanted and never ran; empty when all is well."""
+
+
+def course_of(run: RunData, summary: RunSummary) -> Course:
+    """What happened, as the summary counts it."""
+    errors, totals = summary.server_errors, summary.totals
+    return Course(
+        num_steps=summary.num_steps,
+        num_b_wanted=summary.num_b_wanted,
+        num_b_run=summary.num_b_run,
+        skips=summary.skips,
+        num_stale=int(totals["packs_dropped_stale"] + totals["segments_dropped_stale"]),
+        num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
+        num_servers_failed=sum(errors.values()),
+        main_server_error=next(iter(errors), None),
+        post_steps=_post_steps(run),
+        unused=describe_unused(
+            num_wanted=summary.num_b_wanted,
+            num_run=summary.num_b_run,
+            skips=summary.skips,
+            num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
+            num_proven=summary.num_rounds_committed,
+            errors=errors,
+        ),
+    )
+
+
+def knobs_of(run: RunData) -> Knobs:
+    """The settings; the window also from the ledger, which has always held it."""
+    prefetch = ("stage2_ab", "channel_b", "prefetch")
+    servers = run.setting("rollout", "servers")
+    window = run.number_setting(*prefetch, "version_window")
+    return Knobs(
+        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
+        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
+        version_window=_window_of_ledger(run) if window is None else window,
+        num_servers=len(servers) if isinstance(servers, list) and servers else None,
+    )
+
+
+def _post_steps(run: RunData) -> tuple[float, float] | None:
+    """Lower and upper decile of an answered POST's seconds, in steps of the median length."""
+    posts = [
+        record["seconds"]
+        for records in run.histories.values()
+        for record in records
+        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
+    ]
+    steps = [step.seconds for step in trained_steps(run.first)] if run.first else []
+    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
+        return None
+    deciles = statistics.quantiles(posts, n=10, method="inclusive")
+    return deciles[0] / step_s, deciles[-1] / step_s
+
+
+def _window_of_ledger(run: RunData) -> int | None:
+    starts = [
+        record for records in run.histories.values() for record in records if record["kind"] == Entry.START
+    ]
+    return starts[-1].get("version_window") if starts else None

@@ -1,11 +1,12 @@
-"""What a report says, free of any form: sections of sentences, tables and charts. Rendered by ``terminal``, ``page``.
+"""What a report says, free of any form: sections of sentences, tables and charts. Rendered by ``command``, ``page``.
 
 One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -167,3 +168,24 @@ def _is_empty(part: Part) -> bool:
         case Chart():
             return not any(series.x for series in part.series)
     return False
+
+
+MOST_POINTS = 300
+
+
+def thinned(
+    points: Sequence[tuple[float, float]],
+    most: int = MOST_POINTS,
+    summary: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> list[tuple[float, float]]:
+    """At most ``most`` points: the ``summary`` of groups of neighbours of one size, each at its first place."""
+    size = max(1, -(-len(points) // most))
+    groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [(group[0][0], summary([value for _, value in group])) for group in groups]
+
+
+def sampled(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most ``most`` points of a total that only grows: every so many, and the last."""
+    size = max(1, -(-len(points) // most))
+    kept = list(points[::size])
+    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

@@ -13,12 +13,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from swift_stage2.config import MatchingConfig
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    Tone,
+    filled,
+    number,
+)
 from swift_stage2.report.matches import Box, Match
+from swift_stage2.report.run_data import RunData
 
 MOST_ANSWERS = 24
 """Of one image, the newest: the pairs of answers grow with their square."""
 _Z = 1.959963984540054  # of a 95 % interval
-
 DEFINITION = (
     "A ground-truth box counts as changed when it is matched in only one of two answers to the same image, or when the "
     "two predicted boxes overlap with an IoU under the matching threshold; lag 0 is the noise of sampling."
@@ -131,3 +144,65 @@ def _differ(one: Box | None, other: Box | None, threshold: float) -> bool:
 
 def _area(box: Box) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
+
+
+_FEW_BOXES = 30
+
+
+def drift_section(run: RunData, matches: Sequence[Match]) -> Section:
+    """The share of boxes that change their partner, by version difference."""
+    threshold = run.number_setting("stage2_ab", "channel_b", "matching", "iou_threshold")
+    threshold = MatchingConfig().iou_threshold if threshold is None else threshold
+    found = drift_of(matches, threshold)
+    if not found:
+        return Section("drift", "Match drift", (Sentence(DEFINITION), Sentence("No image was asked twice.")))
+    rows = tuple(
+        (
+            f"{one.purpose}, lag {one.lag}",
+            f"{one.share:.1%}",
+            f"{one.low:.1%} to {one.high:.1%}",
+            number(one.num_boxes),
+            number(one.num_images),
+        )
+        for one in _shown(found)
+    )
+    chart = Chart(
+        key="drift",
+        title="Boxes whose partner changed",
+        description="Percent of ground-truth boxes with another partner, by the difference of the two versions.",
+        x_title="version difference",
+        y_title="percent",
+        series=tuple(
+            _drift_series(purpose, [one for one in _shown(found) if one.purpose == purpose])
+            for purpose in dict.fromkeys(one.purpose for one in found)
+        ),
+    )
+    headings = ("asked for", "changed", "95 % interval", "boxes", "images")
+    table = Table(f"Changed partners, matching threshold {threshold:g}", headings, rows)
+    few = any(one.num_boxes < _FEW_BOXES for one in _shown(found))
+    parts: list[Part | None] = [
+        Sentence(DEFINITION),
+        Sentence(f"Shares of fewer than {_FEW_BOXES} boxes say little: read their intervals.", Tone.WARN)
+        if few
+        else None,
+        table,
+        chart,
+    ]
+    return Section("drift", "Match drift", filled(parts))
+
+
+def _shown(found: Sequence[Drift]) -> list[Drift]:
+    """Every lag while they are few; else the first ones and those that double."""
+    few = [one for one in found if one.lag <= 8 or one.lag & (one.lag - 1) == 0]
+    return few if len(found) > 24 else list(found)
+
+
+def _drift_series(purpose: str, found: Sequence[Drift]) -> Series:
+    return Series(
+        purpose,
+        Mark.POINTS,
+        tuple(float(one.lag) for one in found),
+        tuple(100 * one.share for one in found),
+        tuple(100 * one.low for one in found),
+        tuple(100 * one.high for one in found),
+    )

@@ -6,13 +6,20 @@ every text in as text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import io
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from PIL import Image
+
+from swift_stage2.report.content import Section, Sentence, Tone, number
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, Match
-from swift_stage2.report.thumbnail import UnreadableImage, thumbnail
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
 
 DEFAULT_SIZE = 200
 
@@ -155,3 +162,92 @@ def _boxes(match: Match) -> list[tuple[str, float, float, float, float, str]]:
 
 def _drawn(part: Part, one: Labelled) -> tuple[str, float, float, float, float, str]:
     return (str(part), *one.box, one.label)
+
+
+MOST_SIDE = 384
+"""Pixels of the longer side."""
+_MOST_PIXELS = 100_000_000
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none that runs another program
+_QUALITY = 70
+
+
+class UnreadableImage(Exception):
+    """There is no picture; the message says why."""
+
+
+def thumbnail(path: str) -> str:
+    """A data URI of a WebP image of at most ``MOST_SIDE`` pixels a side.
+
+    Raises:
+        UnreadableImage: the file is absent, no image, damaged or too large.
+    """
+    try:
+        if not Path(path).is_file():
+            raise UnreadableImage("there is no such file here")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=_FORMATS) as image:
+                return _encode(image)
+    except UnreadableImage:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UnreadableImage("the image has too many pixels") from error
+    except Exception as error:  # decoders of damaged files raise anything
+        raise UnreadableImage(f"no image that can be read: {type(error).__name__}") from error
+
+
+def _encode(image: Image.Image) -> str:
+    if image.width * image.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
+        raise UnreadableImage(f"the image has too many pixels: {image.width} × {image.height}")
+    image.draft("RGB", (MOST_SIDE, MOST_SIDE))
+    small = image.convert("RGB")
+    small.thumbnail((MOST_SIDE, MOST_SIDE))
+    buffer = io.BytesIO()
+    small.save(buffer, "WEBP", quality=_QUALITY, icc_profile=None)  # a profile may be larger than the picture
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def fates_of(records: Iterable[Record]) -> dict[Key, str]:
+    """By draw of one rank's effective history; a draw that is still in hand is absent."""
+    fates: dict[Key, str] = {}
+    drawn: dict[
+        tuple[int, int], Key
+    ] = {}  # a return names the attempt that comes next, not the one that ended
+    for record in records:
+        fate = _fate(record)
+        for sample in record.get("samples", ()):
+            place, key = (sample[0], sample[1]), (sample[0], sample[1], sample[2], sample[3])
+            if record["kind"] == Entry.DRAWN:
+                drawn[place] = key
+            elif fate:
+                fates[drawn.pop(place, key)] = fate
+    return fates
+
+
+def _fate(record: Record) -> str | None:
+    match record["kind"]:
+        case Entry.TRAINED:
+            return f"trained at step {record['step']}"
+        case Entry.QUARANTINED:
+            return f"given up: {record['reason']}"
+        case Entry.RETURNED:
+            return f"not trained, asked again: {record['reason']}"
+    return None
+
+
+GALLERY_KEY = "gallery"
+
+
+def gallery_section(gallery: Gallery, matches: Sequence[Match], num_odd: int) -> Section:
+    sentences = [
+        Sentence(
+            f"{number(len(gallery.pictures))} of {number(len(matches))} matches, the newest first."
+            if matches
+            else "The run wrote no matches."
+        )
+    ]
+    if num_odd:
+        sentences.append(
+            Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)
+        )
+    return Section(GALLERY_KEY, "Gallery", tuple(sentences))

@@ -17,7 +17,6 @@ Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in the match's space."""
 Key = tuple[int, int, int, int]
 """Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
-
 EVALUATION = "evaluation"
 _MOST = 2**53
 _MOST_CHARACTERS = 20_000  # of a text that is shown

@@ -7,6 +7,7 @@ all.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -17,10 +18,9 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from swift_stage2.errors import UserError
-from swift_stage2.report.content import Chart, Headline, Sentence, Table
-from swift_stage2.report.figures import figure
-from swift_stage2.report.gallery import Outcome
-from swift_stage2.report.report import GALLERY_KEY, Report
+from swift_stage2.report.content import Chart, Headline, Limit, Mark, Sentence, Series, Table
+from swift_stage2.report.gallery import GALLERY_KEY, Outcome
+from swift_stage2.report.report import Report
 from swift_stage2.whole_file import write_whole
 
 _FORMS = {Sentence: "sentence", Table: "table", Chart: "chart", Headline: "headline"}
@@ -70,3 +70,95 @@ def _json(value: Any) -> Markup:
 
 def _text(name: str) -> str:
     return (files("swift_stage2.report") / "page_files" / name).read_text(encoding="utf-8")
+
+
+_NUM_COLOURS = 8  # --series-0 and so on in the style sheet
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
+_PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")
+_FEW = 60
+"""Points up to which each is marked."""
+
+
+def figure(chart: Chart) -> dict[str, Any]:
+    """``data`` and ``layout`` as plotly takes them."""
+    drawn = [series for series in chart.series if series.x]
+    traces = [_trace(series, number) for number, series in enumerate(drawn)]
+    limits = [limit for limit in chart.limits if drawn]
+    places = [place for series in drawn for place in series.x]
+    traces += [_limit(limit, min(places), max(places)) for limit in limits]
+    layout = {
+        "xaxis": {"title": {"text": chart.x_title, "standoff": 8}} | _whole_steps(traces, "x"),
+        "yaxis": {"title": {"text": chart.y_title, "standoff": 8}, "rangemode": "tozero"}
+        | _whole_steps(traces, "y"),
+        "showlegend": len(traces) > 1,
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _trace(series: Series, number: int) -> dict[str, Any]:
+    colour = f"--series-{number % _NUM_COLOURS}"
+    dash, marker = _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
+    trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
+    match series.mark:
+        case Mark.BARS:
+            return trace | {"type": "bar", "marker": {"color": colour}}
+        case Mark.STACK:
+            fill = {
+                "fillcolor": colour,
+                "fillpattern": {"shape": _PATTERNS[number % len(_PATTERNS)], "size": 6},
+            }
+            return (
+                trace
+                | {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "stackgroup": "all",
+                    "line": {"width": 0.5, "color": colour},
+                }
+                | fill
+            )
+        case Mark.POINTS:
+            dots = {"color": colour, "symbol": marker, "size": 7}
+            return trace | {"type": "scatter", "mode": "markers", "marker": dots} | _bounds(series, colour)
+    shape = "hv" if series.mark is Mark.STAIRS else "linear"
+    line = {"color": colour, "dash": dash, "shape": shape, "width": 2}
+    mode = "lines+markers" if len(series.x) <= _FEW and series.mark is Mark.LINE else "lines"
+    return trace | {
+        "type": "scatter",
+        "mode": mode,
+        "line": line,
+        "marker": {"color": colour, "symbol": marker, "size": 6},
+    }
+
+
+def _whole_steps(traces: Sequence[dict[str, Any]], axis: str) -> dict[str, Any]:
+    """Ticks at integers only, where a few of them cover everything."""
+    values = [value for trace in traces for value in trace[axis] if value is not None]
+    few = values and max(values) <= 10 and all(float(value).is_integer() for value in values)
+    return {"dtick": 1} if few else {}
+
+
+def _bounds(series: Series, colour: str) -> dict[str, Any]:
+    if not series.low:
+        return {}
+    known = [(y or 0.0, low, high) for y, low, high in zip(series.y, series.low, series.high, strict=True)]
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - y for y, _, high in known],
+        "arrayminus": [y - low for y, low, _ in known],
+        "color": colour,
+    }
+    return {"error_y": error}
+
+
+def _limit(limit: Limit, first: float, last: float) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"{limit.name} = {limit.value:g}",
+        "x": [first, last],
+        "y": [limit.value, limit.value],
+        "line": {"color": "--limit", "dash": "dash", "width": 2},
+    }

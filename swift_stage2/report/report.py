@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_stage2.report.content import Section, Sentence, Tone, number
-from swift_stage2.report.fates import fates_of
-from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of
-from swift_stage2.report.ledger_section import ledger_section
-from swift_stage2.report.matches import Match, matches_of
-from swift_stage2.report.quarantine_table import with_quarantines
-from swift_stage2.report.rollout_sections import drift_section, fill_section, quality_section
-from swift_stage2.report.rounds_section import rounds_section
+from swift_stage2.report.account import ledger_section, with_quarantines
+from swift_stage2.report.advice import course_of, knobs_of
+from swift_stage2.report.content import Section, number
+from swift_stage2.report.drift import drift_section
+from swift_stage2.report.fill import fill_section
+from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, fates_of, gallery_of, gallery_section
+from swift_stage2.report.matches import matches_of
+from swift_stage2.report.quality import quality_section
 from swift_stage2.report.run_data import RunData
-from swift_stage2.report.selection import Comparison, compare, draws_of
-from swift_stage2.report.selection_section import selection_section
-from swift_stage2.report.step_sections import drops_section, queue_section, steps_section
-from swift_stage2.report.time_section import time_section
-from swift_stage2.report.verdict import Speed, slowest
-from swift_stage2.report.verdict_section import verdict_section
-from swift_stage2.report.work import course_of, knobs_of, works_of
+from swift_stage2.report.selection import Comparison, compare, draws_of, selection_section
+from swift_stage2.report.speed import Speed, slowest, works_of
+from swift_stage2.report.steps import (
+    drops_section,
+    queue_section,
+    rounds_section,
+    steps_section,
+    time_section,
+)
+from swift_stage2.report.verdict import verdict_section
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
-
-GALLERY_KEY = "gallery"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         selection_section(comparisons),
         fill_section(run),
         with_quarantines(ledger_section(account, had_no_b=run.had_no_b), run.ranks),
-        _gallery_section(gallery, matches, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
+        gallery_section(gallery, matches, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
     )
     return Report(
         run_dirs=tuple(str(run_dir) for run_dir in run.run_dirs),
@@ -79,21 +79,6 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
         speed=speed if isinstance(speed, Speed) else None,
         is_balanced=account.is_balanced if account else run.had_no_b,
     )
-
-
-def _gallery_section(gallery: Gallery, matches: Sequence[Match], num_odd: int) -> Section:
-    sentences = [
-        Sentence(
-            f"{number(len(gallery.pictures))} of {number(len(matches))} matches, the newest first."
-            if matches
-            else "The run wrote no matches."
-        )
-    ]
-    if num_odd:
-        sentences.append(
-            Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)
-        )
-    return Section(GALLERY_KEY, "Gallery", tuple(sentences))
 
 
 def _state(run: RunData) -> str:

@@ -14,11 +14,17 @@ from PIL import Image
 from run_files import RunFiles, picture
 
 from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.report.fates import fates_of
-from swift_stage2.report.gallery import Gallery, gallery_of, outcomes_of
+from swift_stage2.report.gallery import (
+    MOST_SIDE,
+    Gallery,
+    UnreadableImage,
+    fates_of,
+    gallery_of,
+    outcomes_of,
+    thumbnail,
+)
 from swift_stage2.report.matches import Match, matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.thumbnail import MOST_SIDE, UnreadableImage, thumbnail
 
 
 def matches(tmp_path: Path, *each: dict[str, Any]) -> list[Match]:

@@ -10,8 +10,8 @@ from ledger_run import LedgerRun
 from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.cli import main
+from swift_stage2.report.account import with_quarantines
 from swift_stage2.report.content import Section, Table
-from swift_stage2.report.quarantine_table import with_quarantines
 from swift_stage2.telemetry import AuditLog
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.rank_records import RankRecords

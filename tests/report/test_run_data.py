@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
+from swift_stage2.report.content import sampled, thinned
 from swift_stage2.report.matches import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.steps_over_time import sampled, syncing_seconds, thinned, trained_steps
+from swift_stage2.report.speed import syncing_seconds, trained_steps
 from swift_stage2.telemetry.rank_records import RankRecords
 
 

@@ -9,18 +9,28 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_stage2.report.advice import Resource, findings
-from swift_stage2.report.content import Headline, Sentence
-from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.knob_values import (
+from swift_stage2.report.advice import (
     ROUNDS_SHARE,
+    Course,
+    Knobs,
+    Resource,
+    findings,
     servers_needed,
     sustained_b_ratio,
     sync_every_steps_needed,
 )
-from swift_stage2.report.steps_over_time import TrainedStep
-from swift_stage2.report.verdict import FEWEST_QUIET, WORKING, RankWork, Speed, measure, paces_of, slowest
-from swift_stage2.report.verdict_section import verdict_section
+from swift_stage2.report.content import Headline, Sentence
+from swift_stage2.report.speed import (
+    FEWEST_QUIET,
+    WORKING,
+    RankWork,
+    Speed,
+    TrainedStep,
+    measure,
+    paces_of,
+    slowest,
+)
+from swift_stage2.report.verdict import verdict_section
 
 KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)
 
