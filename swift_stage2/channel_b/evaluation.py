@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
+from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target, match_ratios
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
 from swift_stage2.channel_b.sample_source import Rows, read_sample
@@ -70,14 +70,15 @@ class EvaluationCounts:
     @property
     def ratios(self) -> dict[str, float]:
         """``match/``'s ratios and the truncated share, by name; absent where nothing was counted."""
-        quotients = {
-            "precision": (self.num_pairs, self.num_predictions),
-            "recall": (self.num_pairs, self.num_ground_truth),
-            "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
-            "mean_iou": (self.sum_iou, self.num_pairs),
-            "truncated_ratio": (self.num_truncated, self.num_answered),
-        }
-        return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+        found = match_ratios(
+            num_predictions=self.num_predictions,
+            num_ground_truth=self.num_ground_truth,
+            num_pairs=self.num_pairs,
+            sum_iou=self.sum_iou,
+        )
+        return found | (
+            {"truncated_ratio": self.num_truncated / self.num_answered} if self.num_answered else {}
+        )
 
 
 class EvaluationEvents(PostEvents, Protocol):

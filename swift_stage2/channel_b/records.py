@@ -83,6 +83,19 @@ class MatchQuality:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
+def match_ratios(
+    *, num_predictions: int, num_ground_truth: int, num_pairs: int, sum_iou: float
+) -> dict[str, float]:
+    """Precision, recall, F1 and mean IoU of rollouts whose counts were added up; absent where nothing was counted."""
+    quotients = {
+        "precision": (num_pairs, num_predictions),
+        "recall": (num_pairs, num_ground_truth),
+        "f1": (2 * num_pairs, num_predictions + num_ground_truth),
+        "mean_iou": (sum_iou, num_pairs),
+    }
+    return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectMatch:
     """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""

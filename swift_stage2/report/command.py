@@ -23,7 +23,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.report.content import Chart, Headline, Section, Sentence, Table, Tone
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
-from swift_stage2.report.report import Report, report_of
+from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.merged_trace import merge_traces, trace_files, write_trace
 from swift_stage2.terminal import standard_output
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 
-def _tell(report: Report, options: argparse.Namespace) -> None:
+def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(report), indent=2))
         output = options.output
@@ -84,7 +84,7 @@ def _merge_traces(run_dir: Path) -> None:
         print(f"trace: {path}, for ui.perfetto.dev")
 
 
-def _facts(report: Report) -> dict[str, Any]:
+def _facts(report: RunReport) -> dict[str, Any]:
     """The account as it always was; the rest by section, as the terminal tells it."""
     account = report.account
     facts: dict[str, Any] = asdict(account) if account else {}

@@ -9,6 +9,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
+
+MOST_POINTS = 300
+"""Of one series."""
+ItemT = TypeVar("ItemT")
 
 
 class Tone(StrEnum):
@@ -170,22 +175,20 @@ def _is_empty(part: Part) -> bool:
     return False
 
 
-MOST_POINTS = 300
+def grouped(points: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """Neighbours in at most ``MOST_POINTS`` groups of one size."""
+    size = max(1, -(-len(points) // MOST_POINTS))
+    return [points[begin : begin + size] for begin in range(0, len(points), size)]
 
 
 def thinned(
-    points: Sequence[tuple[float, float]],
-    most: int = MOST_POINTS,
-    summary: Callable[[Sequence[float]], float] = statistics.fmean,
+    points: Sequence[tuple[float, float]], summary: Callable[[Sequence[float]], float] = statistics.fmean
 ) -> list[tuple[float, float]]:
-    """At most ``most`` points: the ``summary`` of groups of neighbours of one size, each at its first place."""
-    size = max(1, -(-len(points) // most))
-    groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
-    return [(group[0][0], summary([value for _, value in group])) for group in groups]
+    """At most ``MOST_POINTS``: the ``summary`` of each group of neighbours, at its first place."""
+    return [(group[0][0], summary([value for _, value in group])) for group in grouped(points)]
 
 
-def sampled(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most ``most`` points of a total that only grows: every so many, and the last."""
-    size = max(1, -(-len(points) // most))
-    kept = list(points[::size])
+def sampled(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most ``MOST_POINTS`` of a total that only grows, and the last."""
+    kept = [group[0] for group in grouped(points)]
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

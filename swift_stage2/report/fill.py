@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from swift_stage2.report.content import (
     Chart,
     Mark,
@@ -23,7 +21,7 @@ def fill_section(run: RunData) -> Section:
     """How much of the packs' room was used."""
     packed = [
         (record["num_tokens"], record["capacity_tokens"])
-        for record in chain.from_iterable(run.histories.values())
+        for record in run.ledger_records
         if record["kind"] == Entry.PACKED and record["capacity_tokens"]
     ]
     if not packed:

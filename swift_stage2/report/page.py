@@ -19,14 +19,14 @@ from plotly.offline import get_plotlyjs
 
 from swift_stage2.errors import UserError
 from swift_stage2.report.content import Chart, Headline, Limit, Mark, Sentence, Series, Table
-from swift_stage2.report.gallery import GALLERY_KEY, Outcome
-from swift_stage2.report.report import Report
+from swift_stage2.report.gallery import GALLERY_KEY, Filter
+from swift_stage2.report.report import RunReport
 from swift_stage2.whole_file import write_whole
 
 _FORMS = {Sentence: "sentence", Table: "table", Chart: "chart", Headline: "headline"}
 
 
-def page(report: Report) -> str:
+def page(report: RunReport) -> str:
     """The whole page."""
     charts = [part for section in report.sections for part in section.parts if isinstance(part, Chart)]
     environment = Environment(
@@ -36,7 +36,7 @@ def page(report: Report) -> str:
         report=report,
         gallery_key=GALLERY_KEY,
         filters=[("all", len(report.gallery.pictures))]
-        + [(str(outcome), report.gallery.count(outcome)) for outcome in Outcome],
+        + [(str(each), report.gallery.count(each)) for each in Filter],
         form=lambda part: _FORMS[type(part)],
         style=Markup(_text("page.css")),
         script=Markup(_text("page.js")),
@@ -81,55 +81,42 @@ _FEW = 60
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """``data`` and ``layout`` as plotly takes them."""
+    """Plotly's ``data`` and ``layout``; colours are names that the page's style sheet resolves.
+
+    Series differ in colour and in line or marker, so that nobody needs to tell colours apart.
+    """
     drawn = [series for series in chart.series if series.x]
     traces = [_trace(series, number) for number, series in enumerate(drawn)]
-    limits = [limit for limit in chart.limits if drawn]
     places = [place for series in drawn for place in series.x]
-    traces += [_limit(limit, min(places), max(places)) for limit in limits]
-    layout = {
-        "xaxis": {"title": {"text": chart.x_title, "standoff": 8}} | _whole_steps(traces, "x"),
-        "yaxis": {"title": {"text": chart.y_title, "standoff": 8}, "rangemode": "tozero"}
-        | _whole_steps(traces, "y"),
-        "showlegend": len(traces) > 1,
-    }
+    traces += [_limit(limit, min(places), max(places)) for limit in chart.limits if drawn]
+    xaxis = {"title": {"text": chart.x_title, "standoff": 8}} | _whole_steps(traces, "x")
+    yaxis = {"title": {"text": chart.y_title, "standoff": 8}, "rangemode": "tozero"}
+    layout = {"xaxis": xaxis, "yaxis": yaxis | _whole_steps(traces, "y"), "showlegend": len(traces) > 1}
     return {"data": traces, "layout": layout}
 
 
 def _trace(series: Series, number: int) -> dict[str, Any]:
     colour = f"--series-{number % _NUM_COLOURS}"
-    dash, marker = _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
-    trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
+    marker = {"color": colour, "symbol": _MARKERS[number % len(_MARKERS)]}
+    trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y), "type": "scatter"}
     match series.mark:
         case Mark.BARS:
             return trace | {"type": "bar", "marker": {"color": colour}}
         case Mark.STACK:
-            fill = {
-                "fillcolor": colour,
-                "fillpattern": {"shape": _PATTERNS[number % len(_PATTERNS)], "size": 6},
-            }
-            return (
-                trace
-                | {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "stackgroup": "all",
-                    "line": {"width": 0.5, "color": colour},
-                }
-                | fill
-            )
+            pattern = {"shape": _PATTERNS[number % len(_PATTERNS)], "size": 6}
+            line = {"width": 0.5, "color": colour}
+            shown = {"mode": "lines", "stackgroup": "all", "line": line}
+            return trace | shown | {"fillcolor": colour, "fillpattern": pattern}
         case Mark.POINTS:
-            dots = {"color": colour, "symbol": marker, "size": 7}
-            return trace | {"type": "scatter", "mode": "markers", "marker": dots} | _bounds(series, colour)
-    shape = "hv" if series.mark is Mark.STAIRS else "linear"
-    line = {"color": colour, "dash": dash, "shape": shape, "width": 2}
-    mode = "lines+markers" if len(series.x) <= _FEW and series.mark is Mark.LINE else "lines"
-    return trace | {
-        "type": "scatter",
-        "mode": mode,
-        "line": line,
-        "marker": {"color": colour, "symbol": marker, "size": 6},
+            return trace | {"mode": "markers", "marker": marker | {"size": 7}} | _bounds(series, colour)
+    line = {
+        "color": colour,
+        "dash": _DASHES[number % len(_DASHES)],
+        "shape": "hv" if series.mark is Mark.STAIRS else "linear",
+        "width": 2,
     }
+    mode = "lines+markers" if len(series.x) <= _FEW and series.mark is Mark.LINE else "lines"
+    return trace | {"mode": mode, "line": line, "marker": marker | {"size": 6}}
 
 
 def _whole_steps(traces: Sequence[dict[str, Any]], axis: str) -> dict[str, Any]:
@@ -142,12 +129,12 @@ def _whole_steps(traces: Sequence[dict[str, Any]], axis: str) -> dict[str, Any]:
 def _bounds(series: Series, colour: str) -> dict[str, Any]:
     if not series.low:
         return {}
-    known = [(y or 0.0, low, high) for y, low, high in zip(series.y, series.low, series.high, strict=True)]
+    known = [y or 0.0 for y in series.y]
     error = {
         "type": "data",
         "symmetric": False,
-        "array": [high - y for y, _, high in known],
-        "arrayminus": [y - low for y, low, _ in known],
+        "array": [high - y for y, high in zip(known, series.high, strict=True)],
+        "arrayminus": [y - low for y, low in zip(known, series.low, strict=True)],
         "color": colour,
     }
     return {"error_y": error}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_stage2.report.account import ledger_section, with_quarantines
-from swift_stage2.report.advice import course_of, knobs_of
+from swift_stage2.report.account import account_section
+from swift_stage2.report.advice import knobs_of, post_steps_of
 from swift_stage2.report.content import Section, number
 from swift_stage2.report.drift import drift_section
 from swift_stage2.report.fill import fill_section
@@ -29,7 +29,7 @@ from swift_stage2.telemetry.summary import summary_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """Everything that is told of one run."""
 
     run_dirs: tuple[str, ...]
@@ -45,38 +45,38 @@ class Report:
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
 
-def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
+def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
     account = account_of(run.ledgers, run.witnesses) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
-    summary = summary_of(run.ranks)
-    works, course, knobs = works_of(run), course_of(run, summary), knobs_of(run)
-    speed = slowest(works)
+    summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
+    found = slowest(works)
+    speed = found if isinstance(found, Speed) else None
     comparisons = compare([draw for history in run.histories.values() for draw in draws_of(history)])
     fates = {rank: fates_of(history) for rank, history in run.histories.items()}
     gallery = gallery_of(matches, fates, gallery_size)
     sections = (
-        verdict_section(works, course, knobs),
+        verdict_section(works, summary, knobs, post_steps_of(run)),
         steps_section(run, summary),
-        time_section(run, speed.rank if isinstance(speed, Speed) else 0),
-        queue_section(run, knobs, summary),
+        time_section(run, speed.rank if speed else 0),
+        queue_section(run, knobs.version_window, summary),
         drops_section(summary),
         rounds_section(run, summary),
         quality_section(run, matches),
         drift_section(run, matches),
         selection_section(comparisons),
         fill_section(run),
-        with_quarantines(ledger_section(account, had_no_b=run.had_no_b), run.ranks),
-        gallery_section(gallery, matches, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
+        account_section(account, run.ranks, had_no_b=run.had_no_b),
+        gallery_section(gallery, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
     )
-    return Report(
-        run_dirs=tuple(str(run_dir) for run_dir in run.run_dirs),
+    return RunReport(
+        run_dirs=tuple(map(str, run.run_dirs)),
         state=_state(run),
         sections=sections,
         gallery=gallery,
         account=account,
         comparisons=comparisons,
-        speed=speed if isinstance(speed, Speed) else None,
+        speed=speed,
         is_balanced=account.is_balanced if account else run.had_no_b,
     )
 

@@ -19,29 +19,52 @@ from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.rank_records import RankRecords
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
 FEWEST_QUIET = 5
+_FACTS = (
+    "steps_s",
+    "rounds_s",
+    "rollouts_s",
+    "inline_s",
+    "ideal_s",
+    "wall_s",
+    "speed_up",
+    "bound",
+    "fraction",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step's cost on this rank's main thread, without rounds, saving and evaluating."""
+
+    step: int
+    channel: str
+    seconds: float
+    is_quiet: bool
+    """No rollout was in flight when it began and when it ended, and no round ran at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What one rank did."""
+    """The work of one rank."""
 
     rank: int
     steps: Sequence[TrainedStep]
     syncing_s: float
-    pipeline_s: Mapping[str, float] | None
-    """The pipeline thread's seconds by activity; None without its clock."""
+    pipeline_s: Mapping[str, float]
+    """The pipeline thread's seconds by activity; empty without its clock."""
     packs_made: int
     packs_trained: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelPace:
-    """What a step of one channel costs when nothing disturbs it."""
+    """The cost of one channel's step when nothing disturbs it."""
 
     channel: str
     num_steps: int
@@ -82,13 +105,18 @@ class Speed:
 
     @property
     def learner_s(self) -> float:
-        """S + R: what the main thread would take if nothing disturbed it."""
+        """S + R: the main thread's time if nothing disturbed it."""
         return self.steps_s + self.rounds_s
 
     @property
     def rollouts_s(self) -> float:
         """P."""
         return sum(self.working_s.values())
+
+    @property
+    def learner_binds(self) -> bool:
+        """Whether the rollouts would have had time left."""
+        return self.learner_s > self.rollouts_s
 
     @property
     def inline_s(self) -> float:
@@ -118,43 +146,54 @@ class Speed:
     @property
     def facts(self) -> dict[str, float]:
         """Every number, by name."""
-        names = (
-            "steps_s",
-            "rounds_s",
-            "rollouts_s",
-            "inline_s",
-            "ideal_s",
-            "wall_s",
-            "speed_up",
-            "bound",
-            "fraction",
+        return {"rank": self.rank} | {name: getattr(self, name) for name in _FACTS}
+
+
+def works_of(run: RunData) -> list[RankWork]:
+    """Every rank's work up to its last metrics record, which alone tells of the pipeline; all of it without one."""
+    works = []
+    for records in run.ranks:
+        last: Record = records.metrics[-1] if records.metrics else {}
+        known = records.until(last["time"]) if last else records
+        numbers = last.get("numbers", {})
+        works.append(
+            RankWork(
+                rank=records.rank,
+                steps=trained_steps(known),
+                syncing_s=sum(_spent(step, Activity.SYNCING) for step in known.steps.values()),
+                pipeline_s=in_seconds(last.get("pipeline_ns")),
+                packs_made=int(numbers.get("packs_made", 0)),
+                packs_trained=int(numbers.get("packs_trained", 0)),
+            )
         )
-        return {"rank": self.rank} | {name: getattr(self, name) for name in names}
-
-    @property
-    def learner_binds(self) -> bool:
-        """Whether the rollouts would have had time left."""
-        return self.learner_s > self.rollouts_s
+    return works
 
 
-def measure(work: RankWork) -> Speed | str:
-    """One rank's comparison, or what is missing for it."""
-    if not work.steps or not sum(step.seconds for step in work.steps):
-        return "no step was timed: a run of two steps or more tells"
-    if not any(step.channel == "B" for step in work.steps):
-        return "no step trained on channel B, so nothing ran side by side"
-    if work.pipeline_s is None:
-        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
-    if not work.packs_made:
-        return "no pack was made"
-    share = work.packs_trained / work.packs_made
-    return Speed(
-        rank=work.rank,
-        paces=tuple(paces_of(work.steps)),
-        rounds_s=work.syncing_s,
-        working_s={name: work.pipeline_s.get(name, 0.0) * share for name in WORKING},
-        wall_s=sum(step.seconds for step in work.steps) + work.syncing_s,
-    )
+def trained_steps(records: RankRecords) -> list[TrainedStep]:
+    """Every step whose successor was recorded by the same process; the last one's end is not known.
+
+    A step's record is written when its plan is made and tells the main thread's time since the record before. So the
+    training of step *s* is told by the record of *s* + 1, and a round by the record of the step before which it ran.
+    """
+    begins = {start["step"] for start in records.starts}
+    steps = [records.steps[number] for number in sorted(records.steps)]
+    return [
+        TrainedStep(
+            step=mine["step"],
+            channel=mine["channel"],
+            seconds=_spent(following, Activity.BUSY, Activity.WAITING),
+            is_quiet=not (
+                mine["infer_in_flight"] or following["infer_in_flight"] or _spent(following, Activity.SYNCING)
+            ),
+        )
+        for mine, following in pairwise(steps)
+        if following["step"] == mine["step"] + 1 and following["step"] not in begins
+    ]
+
+
+def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by activity; empty without a clock."""
+    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
 
 
 def slowest(works: Iterable[RankWork]) -> Speed | str:
@@ -164,6 +203,27 @@ def slowest(works: Iterable[RankWork]) -> Speed | str:
     if speeds:
         return max(speeds, key=lambda speed: speed.wall_s)
     return next((reason for reason in found if isinstance(reason, str)), "there is no audit of a rank")
+
+
+def measure(work: RankWork) -> Speed | str:
+    """One rank's comparison, or what is missing for it."""
+    training_s = sum(step.seconds for step in work.steps)
+    if not training_s:
+        return "no step was timed: a run of two steps or more tells"
+    if not any(step.channel == "B" for step in work.steps):
+        return "no step trained on channel B, so nothing ran side by side"
+    if not work.pipeline_s:
+        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
+    if not work.packs_made:
+        return "no pack was made"
+    share = work.packs_trained / work.packs_made
+    return Speed(
+        rank=work.rank,
+        paces=tuple(paces_of(work.steps)),
+        rounds_s=work.syncing_s,
+        working_s={name: work.pipeline_s.get(name, 0.0) * share for name in WORKING},
+        wall_s=training_s + work.syncing_s,
+    )
 
 
 def paces_of(steps: Sequence[TrainedStep]) -> list[ChannelPace]:
@@ -191,79 +251,5 @@ def _lower_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
-_TRAINING = (Activity.BUSY, Activity.WAITING)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedStep:
-    """What one step cost this rank's main thread, without rounds, saving and evaluating."""
-
-    step: int
-    channel: str
-    seconds: float
-    is_quiet: bool
-    """No rollout was in flight when it began and when it ended, and no round ran at its end."""
-
-
-def trained_steps(records: RankRecords) -> list[TrainedStep]:
-    """Every step whose successor was recorded by the same process; the last one's end is not known."""
-    begins = {start["step"] for start in records.starts}
-    steps = [records.steps[number] for number in sorted(records.steps)]
-    return [
-        TrainedStep(
-            step=mine["step"],
-            channel=mine["channel"],
-            seconds=_spent(following, _TRAINING),
-            is_quiet=not (
-                mine["infer_in_flight"]
-                or following["infer_in_flight"]
-                or _spent(following, (Activity.SYNCING,))
-            ),
-        )
-        for mine, following in pairwise(steps)
-        if following["step"] == mine["step"] + 1 and following["step"] not in begins
-    ]
-
-
-def syncing_seconds(records: RankRecords) -> float:
-    """The main thread's seconds in sync rounds."""
-    return sum(_spent(step, (Activity.SYNCING,)) for step in records.steps.values())
-
-
-def seconds_by_activity(record: Mapping[str, object]) -> dict[str, float]:
-    """Of one step or metrics record; empty without a clock."""
-    spent = record.get("activity_ns")
-    return _in_seconds(spent) if isinstance(spent, Mapping) else {}
-
-
-def pipeline_seconds(record: Mapping[str, object]) -> dict[str, float] | None:
-    """Of one metrics record: the pipeline thread's seconds by activity; None without its clock."""
-    spent = record.get("pipeline_ns")
-    return _in_seconds(spent) if isinstance(spent, Mapping) and spent else None
-
-
-def _in_seconds(spent: Mapping[str, int]) -> dict[str, float]:
-    return {str(name): ns / NANOSECONDS for name, ns in spent.items()}
-
-
-def _spent(step: Mapping[str, Mapping[str, int]], activities: Iterable[str]) -> float:
-    return sum(step["activity_ns"].get(activity, 0) for activity in activities) / NANOSECONDS
-
-
-def works_of(run: RunData) -> list[RankWork]:
-    """Every rank's work up to its last metrics record, which alone tells of the pipeline; all of it without one."""
-    return [_work(records) for records in run.ranks]
-
-
-def _work(records: RankRecords) -> RankWork:
-    last = records.metrics[-1] if records.metrics else None
-    known = records.until(last["time"]) if last else records
-    numbers = last["numbers"] if last else {}
-    return RankWork(
-        rank=records.rank,
-        steps=trained_steps(known),
-        syncing_s=syncing_seconds(known),
-        pipeline_s=pipeline_seconds(last) if last else None,
-        packs_made=int(numbers.get("packs_made", 0)),
-        packs_trained=int(numbers.get("packs_trained", 0)),
-    )
+def _spent(step: Record, *activities: Activity) -> float:
+    return float(sum(step["activity_ns"].get(activity, 0) for activity in activities) / NANOSECONDS)

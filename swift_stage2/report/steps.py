@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from swift_stage2.report.advice import Knobs
 from swift_stage2.report.content import (
     Chart,
     Limit,
@@ -27,7 +26,7 @@ from swift_stage2.report.content import (
     thinned,
 )
 from swift_stage2.report.run_data import RunData
-from swift_stage2.report.speed import pipeline_seconds, seconds_by_activity
+from swift_stage2.report.speed import in_seconds
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.rank_records import RankRecords
@@ -43,15 +42,12 @@ def steps_section(run: RunData, summary: RunSummary) -> Section:
         "B skipped": number(sum(summary.skips.values())),
     }
     rows |= {f"B skipped: {reason}": number(count) for reason, count in summary.skips.items()}
-    differing = summary.num_disagreements
-    parts: list[Part | None] = [
-        pairs("Steps", rows),
-        Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
-        if differing
-        else None,
-        *_gaps(run, summary),
-        _wanted_and_run(run.first) if run.first and summary.num_b_wanted else None,
-    ]
+    parts: list[Part] = [pairs("Steps", rows)]
+    if differing := summary.num_disagreements:
+        parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
+    parts += _gaps(run, summary)
+    if run.first and summary.num_b_wanted:
+        parts.append(_wanted_and_run(run.first))
     return Section("steps", "What was wanted and what ran", filled(parts))
 
 
@@ -69,58 +65,8 @@ def _gaps(run: RunData, summary: RunSummary) -> Iterator[Sentence]:
         yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
 
 
-def queue_section(run: RunData, knobs: Knobs, summary: RunSummary) -> Section:
-    """Ready packs and the age of what was trained."""
-    numbers = sorted({number for records in run.ranks for number in records.steps})
-    every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
-    depths = [(s[0]["step"], min(step["queue_depth"] or 0 for step in s)) for s in every]
-    lags = [
-        (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
-    ]
-    limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
-    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
-    counts = pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
-    parts: list[Part | None] = [
-        Chart(
-            key="queue",
-            title="Ready packs",
-            description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
-            "a point is the least of several steps.",
-            x_title="step",
-            y_title="packs",
-            series=(series_of("ready packs", Mark.STAIRS, thinned(depths, summary=min)),),
-            limits=(Limit("queue_limit", limit),) if limit is not None else (),
-        )
-        if lags or limit
-        else None,
-        Chart(
-            key="lag",
-            title="Version lag",
-            description="Versions between the learner and the oldest pack that a B step trained. In a long run "
-            "a point is the most of several steps.",
-            x_title="step",
-            y_title="versions",
-            series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, summary=max)),),
-            limits=(Limit("version_window", knobs.version_window),)
-            if knobs.version_window is not None
-            else (),
-        ),
-        counts,
-    ]
-    found = filled(parts)
-    return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
-
-
-def drops_section(summary: RunSummary) -> Section:
-    """What was lost on the way, by cause."""
-    rows = {name: number(total) for name, total in summary.drops.items()}
-    table = pairs("Dropped, over all ranks", rows)
-    return Section("drops", "Drops", filled([table]) or (Sentence("Nothing was dropped.", Tone.GOOD),))
-
-
 def _wanted_and_run(first: RankRecords) -> Chart:
     steps = [first.steps[number] for number in sorted(first.steps)]
-    places = [step["step"] for step in steps]
     wanted = accumulate(int(step["wants_b"]) for step in steps)
     ran = accumulate(int(step["channel"] == "B") for step in steps)
     return Chart(
@@ -129,22 +75,70 @@ def _wanted_and_run(first: RankRecords) -> Chart:
         description="How many B steps the schedule had wanted, and how many had run, up to each step.",
         x_title="step",
         y_title="B steps so far",
-        series=(
-            series_of("wanted", Mark.STAIRS, sampled(list(zip(places, wanted, strict=True)))),
-            series_of("run", Mark.STAIRS, sampled(list(zip(places, ran, strict=True)))),
+        series=tuple(
+            series_of(
+                name,
+                Mark.STAIRS,
+                sampled([(step["step"], total) for step, total in zip(steps, totals, strict=True)]),
+            )
+            for name, totals in (("wanted", wanted), ("run", ran))
         ),
     )
 
 
+def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
+    """Ready packs and the age of what was trained."""
+    numbers = sorted({number for records in run.ranks for number in records.steps})
+    every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
+    depths = [(s[0]["step"], min(step["queue_depth"] for step in s)) for s in every]
+    lags = [
+        (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
+    ]
+    limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
+    packs = Chart(
+        key="queue",
+        title="Ready packs",
+        description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
+        "a point is the least of several steps.",
+        x_title="step",
+        y_title="packs",
+        series=(series_of("ready packs", Mark.STAIRS, thinned(depths, min)),),
+        limits=_limits("queue_limit", limit),
+    )
+    age = Chart(
+        key="lag",
+        title="Version lag",
+        description="Versions between the learner and the oldest pack that a B step trained. In a long run "
+        "a point is the most of several steps.",
+        x_title="step",
+        y_title="versions",
+        series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, max)),),
+        limits=_limits("version_window", version_window),
+    )
+    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    counts = pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
+    found = filled([packs if lags or limit else None, age, counts])
+    return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
+
+
+def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
+    return () if value is None else (Limit(name, value),)
+
+
+def drops_section(summary: RunSummary) -> Section:
+    """What was lost on the way, by cause."""
+    table = pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
+    return Section("drops", "Drops", filled([table]) or (Sentence("Nothing was dropped.", Tone.GOOD),))
+
+
 def time_section(run: RunData, shown_rank: int) -> Section:
     """Where the main thread's and the pipeline's time went; the charts show ``shown_rank``."""
-    main = {
-        r.rank: (seconds_by_activity(r.metrics[-1]), r.metrics[-1]["wall_ns"]) for r in run.ranks if r.metrics
-    }
+    last = {records.rank: records.metrics[-1] for records in run.ranks if records.metrics}
+    main = {rank: (in_seconds(record["activity_ns"]), record["wall_ns"]) for rank, record in last.items()}
     pipeline = {
-        r.rank: (spent, r.metrics[-1].get("pipeline_wall_ns", 0))
-        for r in run.ranks
-        if r.metrics and (spent := pipeline_seconds(r.metrics[-1])) is not None
+        rank: (spent, record.get("pipeline_wall_ns", 0))
+        for rank, record in last.items()
+        if (spent := in_seconds(record.get("pipeline_ns")))
     }
     shown = next((records for records in run.ranks if records.rank == shown_rank), None)
     parts: list[Part | None] = [
@@ -158,13 +152,18 @@ def time_section(run: RunData, shown_rank: int) -> Section:
 
 
 def _activities(title: str, ranks: Mapping[int, tuple[Mapping[str, float], int]]) -> Table:
-    names = list(dict.fromkeys(name for spent, _ in ranks.values() for name, value in spent.items() if value))
+    names = _spending([spent for spent, _ in ranks.values()])
     rows = []
     for rank, (spent, wall_ns) in ranks.items():
-        total, wall = sum(spent.values()), wall_ns / NANOSECONDS
+        total = sum(spent.values())
         values = (f"{spent.get(name, 0):.2f}{share(spent.get(name, 0), total)}" for name in names)
-        rows.append((str(rank), *values, f"{total:.2f}", f"{wall:.2f}"))
+        rows.append((str(rank), *values, f"{total:.2f}", f"{wall_ns / NANOSECONDS:.2f}"))
     return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
+
+
+def _spending(every: Sequence[Mapping[str, float]]) -> list[str]:
+    """Activities that took any time."""
+    return list(dict.fromkeys(name for spent in every for name, value in spent.items() if value))
 
 
 def _main_thread(records: RankRecords) -> Chart:
@@ -176,42 +175,37 @@ def _main_thread(records: RankRecords) -> Chart:
         description="Seconds of the main thread from one plan to the next, by activity, one on top of another.",
         x_title="step",
         y_title="seconds",
-        series=_stack([(step["step"], seconds_by_activity(step)) for step in steps]),
+        series=_stack([(step["step"], in_seconds(step["activity_ns"])) for step in steps]),
     )
 
 
 def _pipeline(records: RankRecords) -> Chart:
     told = [
-        (record["step"], spent, sum(spent.values()))
+        (record["step"], spent)
         for record in records.metrics
-        if record["step"] is not None and (spent := pipeline_seconds(record)) is not None
+        if record["step"] is not None and (spent := in_seconds(record.get("pipeline_ns")))
     ]
-    between = [
-        (
-            after[0],
-            {
-                name: 100 * (after[1][name] - before[1].get(name, 0)) / (after[2] - before[2])
-                for name in after[1]
-            },
-        )
-        for before, after in pairwise(told)
-        if after[2] > before[2]
-    ]
+    shares = []
+    for (_, before), (step, after) in pairwise(told):
+        elapsed = sum(after.values()) - sum(before.values())
+        if elapsed > 0:
+            shares.append(
+                (step, {name: 100 * (after[name] - before.get(name, 0)) / elapsed for name in after})
+            )
     return Chart(
         key="pipeline",
         title=f"Pipeline thread of rank {records.rank}, share of time",
         description="What the pipeline thread did between two logging steps, in percent of its time.",
         x_title="step",
         y_title="percent",
-        series=_stack(between),
+        series=_stack(shares),
     )
 
 
 def _stack(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[Series, ...]:
-    names = list(dict.fromkeys(name for _, spent in points for name, value in spent.items() if value))
     return tuple(
         series_of(name, Mark.STACK, thinned([(place, spent.get(name, 0.0)) for place, spent in points]))
-        for name in names
+        for name in _spending([spent for _, spent in points])
     )
 
 
@@ -223,15 +217,16 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
     facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
     facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
     facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
-    by_phase = _phases(rounds)
-    rows = tuple(
-        (
-            phase,
-            number(len(points)),
-            *(seconds(value) for value in _spread([spent for _, spent in points])),
-        )
-        for phase, points in by_phase.items()
-    )
+    by_phase: dict[str, list[tuple[float, float]]] = {}
+    for record in rounds:
+        for phase, spent in _phases(record).items():
+            by_phase.setdefault(phase, []).append((record["step"], spent))
+    rows = []
+    for phase, points in by_phase.items():
+        spent_s = [spent for _, spent in points]
+        spread = (statistics.median(spent_s), max(spent_s), sum(spent_s))
+        rows.append((phase, number(len(points)), *map(seconds, spread)))
+    table = Table("Seconds by phase", ("phase", "rounds", "median", "longest", "total"), tuple(rows))
     chart = Chart(
         key="rounds",
         title="Seconds of a round, by phase",
@@ -240,28 +235,18 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
         y_title="seconds",
         series=tuple(series_of(phase, Mark.LINE, thinned(points)) for phase, points in by_phase.items()),
     )
-    table = Table("Seconds by phase", ("phase", "rounds", "median", "longest", "total"), rows)
     return Section("rounds", "Sync rounds", filled([pairs("Rounds", facts), table, chart]))
 
 
-def _phases(rounds: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    phases: dict[str, list[tuple[float, float]]] = {}
-    for record in rounds:
-        for phase, spent in _phases_of(record):
-            phases.setdefault(phase, []).append((record["step"], spent))
-    return phases
-
-
-def _phases_of(record: Record) -> Iterator[tuple[str, float]]:
-    yield "whole round", record["seconds"]
-    yield "canary", record["canary_seconds"]
-    yield "export", record["export_seconds"]
-    slowest: dict[str, float] = {}
+def _phases(record: Record) -> dict[str, float]:
+    """Of one round; servers' phases as the slowest server took them."""
+    spent = {
+        "whole round": record["seconds"],
+        "canary": record["canary_seconds"],
+        "export": record["export_seconds"],
+    }
+    of_servers: dict[str, float] = {}
     for server in record["servers"].values():
-        for phase, spent in server["seconds"].items():
-            slowest[phase] = max(spent, slowest.get(phase, 0.0))
-    yield from slowest.items()
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.median(values), max(values), sum(values)
+        for phase, taken in server["seconds"].items():
+            of_servers[phase] = max(taken, of_servers.get(phase, 0.0))
+    return spent | of_servers

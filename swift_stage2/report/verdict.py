@@ -2,83 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from swift_stage2.report.advice import Course, Finding, Knobs, findings
+from swift_stage2.report.advice import Bottleneck, Knobs, PostSteps, bottlenecks
 from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest
+from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.telemetry.unused_b import describe_unused
 
 
-def verdict_section(works: Iterable[RankWork], course: Course, knobs: Knobs) -> Section:
+def verdict_section(
+    works: Sequence[RankWork], summary: RunSummary, knobs: Knobs, post_steps: PostSteps = None
+) -> Section:
     """The first section of every report."""
-    works = list(works)
     speed = slowest(works)
     known = speed if isinstance(speed, Speed) else None
-    found = findings(known, course, knobs)
-    parts: list[Part | None] = [
-        Sentence(f"{course.unused[0].upper()}{course.unused[1:]}.", Tone.WARN) if course.unused else None,
-        _headline(known, course) if known else Sentence(f"No speed-up can be told: {speed}.", Tone.WARN),
-        _caution(known) if known else None,
-        _above_bound(known) if known else None,
-        *(Sentence(finding.sentence) for finding in found),
-        _advice(found),
-        _sums(known) if known else None,
-        _ranks(works) if known and len(works) > 1 else None,
-    ]
+    found = list(bottlenecks(known, summary, knobs, post_steps))
+    unused = describe_unused(
+        num_wanted=summary.num_b_wanted,
+        num_run=summary.num_b_run,
+        skips=summary.skips,
+        num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
+        num_proven=summary.num_rounds_committed,
+        errors=summary.server_errors,
+    )
+    parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
+    if known:
+        parts += [_headline(known, summary), *_cautions(known)]
+    else:
+        parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
+    parts += [*(Sentence(each.sentence) for each in found), _advice(found)]
+    if known:
+        parts += [_sums(known), _ranks(works) if len(works) > 1 else None]
     return Section("verdict", "Verdict", filled(parts))
 
 
-def _headline(speed: Speed, course: Course) -> Headline:
+def _headline(speed: Speed, summary: RunSummary) -> Headline:
+    once = "over the same work done one after another, from this run's own times"
+    most = "the most that overlap can give (Amdahl), from this run's own times"
     return Headline(
         (
-            (
-                "speed-up, computed",
-                f"{speed.speed_up:.2f} ×",
-                "over the same work done one after another, from this run's own times",
-            ),
-            (
-                "bound",
-                f"{speed.bound:.2f} ×",
-                "the most that overlap can give (Amdahl), from this run's own times",
-            ),
+            ("speed-up, computed", f"{speed.speed_up:.2f} ×", once),
+            ("bound", f"{speed.bound:.2f} ×", most),
             ("reached", f"{min(1.0, speed.fraction):.0%}", "of the bound"),
-            ("B steps", f"{course.num_b_run} of {course.num_b_wanted}", "that the schedule wanted"),
+            ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
     )
 
 
-def _caution(speed: Speed) -> Sentence | None:
-    estimated = [pace.channel for pace in speed.paces if pace.is_estimate]
-    if not estimated:
-        return None
-    return Sentence(
-        f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} ran "
-        "without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
-        Tone.WARN,
-    )
+def _cautions(speed: Speed) -> Iterator[Sentence]:
+    if estimated := [pace.channel for pace in speed.paces if pace.is_estimate]:
+        yield Sentence(
+            f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} "
+            "ran without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
+            Tone.WARN,
+        )
+    if round(speed.fraction, 3) > 1:  # the error of the estimate, which nobody should read as a gain
+        cause = (
+            "a step costs what the median one does, and some were quicker"
+            if speed.learner_binds
+            else "rollouts were also made outside of the steps, as before the first one or while a checkpoint was saved"
+        )
+        yield Sentence(
+            f"The figures come to {speed.fraction:.1%} of the bound, which nothing can pass: {cause}. Read it as the "
+            f"whole bound, {speed.bound:.2f} ×, to within {speed.fraction - 1:.1%}.",
+            Tone.WARN,
+        )
 
 
-def _above_bound(speed: Speed) -> Sentence | None:
-    """A share above one is the error of the estimate, which nobody should read as a gain."""
-    if round(speed.fraction, 3) <= 1:
-        return None
-    cause = (
-        "a step costs what the median one does, and some were quicker"
-        if speed.learner_binds
-        else "rollouts were also made outside of the steps, as before the first one or while a checkpoint was saved"
-    )
-    return Sentence(
-        f"The figures come to {speed.fraction:.1%} of the bound, which nothing can pass: {cause}. Read it as the whole "
-        f"bound, {speed.bound:.2f} ×, to within {speed.fraction - 1:.1%}.",
-        Tone.WARN,
-    )
-
-
-def _advice(found: Iterable[Finding]) -> Table:
+def _advice(found: Iterable[Bottleneck]) -> Table:
     rows = tuple(
-        (advice.knob, advice.present or "not recorded", advice.proposed, advice.why)
-        for finding in found
-        for advice in finding.advice
+        (each.knob, "not recorded" if each.present is None else f"{each.present:g}", each.proposed, each.why)
+        for bottleneck in found
+        for each in bottleneck.advice
     )
     return Table("What would help", ("knob", "now", "try", "because"), rows, ends_in_words=True)
 
@@ -115,14 +111,14 @@ def _paces(speed: Speed) -> Iterator[tuple[str, str, str]]:
 
 
 def _ranks(works: Iterable[RankWork]) -> Table:
-    speeds = [speed for work in works if isinstance(speed := measure(work), Speed)]
     rows = tuple(
         (
             str(speed.rank),
-            *(seconds(value) for value in (speed.steps_s, speed.rounds_s, speed.rollouts_s, speed.wall_s)),
+            *map(seconds, (speed.steps_s, speed.rounds_s, speed.rollouts_s, speed.wall_s)),
             f"{speed.speed_up:.2f} ×",
             f"{min(1.0, speed.fraction):.0%}",
         )
-        for speed in speeds
+        for work in works
+        if isinstance(speed := measure(work), Speed)
     )
     return Table("By rank", ("rank", "S", "R", "P", "W", "speed-up", "reached"), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ledger_run import LedgerRun
@@ -10,8 +11,8 @@ from ledger_run import LedgerRun
 from swift_stage2.channel_b.records import SampleKey
 from swift_stage2.channel_b.row_origins import RowOrigin
 from swift_stage2.cli import main
-from swift_stage2.report.account import with_quarantines
-from swift_stage2.report.content import Section, Table
+from swift_stage2.report.account import account_section
+from swift_stage2.report.content import Table
 from swift_stage2.telemetry import AuditLog
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.rank_records import RankRecords
@@ -42,29 +43,27 @@ def test_a_report_names_file_line_image_and_message(
     assert ["rows.jsonl:13", "/a.png", "bad_sample", "2", "no box"] in cells
 
 
+def given_up(*quarantines: dict[str, Any]) -> list[Table]:
+    records = RankRecords(0)
+    for record in quarantines:
+        records.take({"kind": "quarantine"} | record)
+    parts = account_section(None, [records], had_no_b=False).parts
+    return [part for part in parts if isinstance(part, Table)]
+
+
 def test_records_without_a_place_name_the_row_of_the_set() -> None:
-    ranks = [RankRecords(0)]
-    for record in (
-        {"kind": "quarantine", "sample": {"index": 7}, "reason": "too_slow", "message": "late"},
-        {"kind": "quarantine", "images": 7, "sample": None},
-    ):
-        ranks[0].take(record)
-    section = with_quarantines(Section("ledger", "Was anything lost?", ()), ranks)
-    (table,) = section.parts
-    assert isinstance(table, Table)
+    (table,) = given_up(
+        {"sample": {"index": 7}, "reason": "too_slow", "message": "late"}, {"images": 7, "sample": None}
+    )
     assert table.rows == (
         ("row 7 of ms-swift's set", "", "too_slow", "1", "late"),
         ("row ? of ms-swift's set", "", "", "1", ""),
     )
-    assert with_quarantines(section, []) is section
+    assert given_up() == []
 
 
 def test_many_places_are_bounded() -> None:
-    ranks = RankRecords(0)
-    for line in range(500):
-        ranks.take(
-            {"kind": "quarantine", "sample": SampleKey(0, line, line), "file": "a.jsonl", "line": line}
-        )
-    (table,) = with_quarantines(Section("ledger", "", ()), [ranks]).parts
-    assert isinstance(table, Table)
+    (table,) = given_up(
+        *({"sample": SampleKey(0, line, line), "file": "a.jsonl", "line": line} for line in range(500))
+    )
     assert (len(table.rows), table.title) == (100, "Samples given up: 100 of 500 places")
