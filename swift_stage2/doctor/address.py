@@ -13,7 +13,7 @@ from urllib.request import proxy_bypass
 import psutil
 
 from swift_stage2.config import RolloutConfig, ServerConfig
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.launch.ports import holder_of, refuse_busy
 
 _RESOLVE_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.dataset import advice_of, list_command, survey_data
 from swift_stage2.preflight.model import check_model

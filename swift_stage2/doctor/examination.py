@@ -1,22 +1,77 @@
-"""Runs checks one after the other and keeps what they found. A check never ends the examination.
+"""Runs checks one after the other and keeps a row of each. A check never ends the examination.
 
-What rests on a check that failed is not run: its row says which one, and counts as failed with it.
+A check that rests on a failed one is not run: its row says which one, and counts as failed with it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from swift_stage2.doctor.finding import Finding, Outcome, Verdict, failed
 from swift_stage2.errors import SampleError, Stage2Error, UserError
 
 logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
+
+
+class Verdict(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+
+    section: str
+    check: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    counts_as_failed: bool = False
+    """Failed, or not checked because of something that failed."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[ValueT]):
+    """What a check hands back; ``value`` is for the checks that build on it."""
+
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    value: ValueT | None = None
+
+
+def ok(found: str, value: ValueT | None = None) -> Outcome[ValueT]:
+    """Nothing to do."""
+    return Outcome(Verdict.OK, found, value=value)
+
+
+def warning(found: str, fix: str, value: ValueT | None = None) -> Outcome[ValueT]:
+    """It works, but wastes or risks something."""
+    return Outcome(Verdict.WARNING, found, fix, value)
+
+
+def failed(found: str, fix: str) -> Outcome[Any]:
+    """Training would not start, or not do what was asked."""
+    return Outcome(Verdict.FAILED, found, fix)
+
+
+def left_out(why: str) -> Outcome[Any]:
+    """Nothing failed, but there is no way or no wish to look."""
+    return Outcome(Verdict.NOT_CHECKED, why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.scheduling.pacing import Pacer, PacingState, max_prompts_in_flight
 
 _LOAD_THAT_STARVES = 2.0  # at less than half of the need the starvation watch speaks up

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.config import RolloutConfig
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import RefusalReason, ServerInfo
+from swift_stage2.servers.protocol import RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size, is_foreign
+from swift_stage2.servers.stock import ask_state_keys, ask_world_size, is_foreign
+from swift_stage2.weights.stock_names import differing_names
 
 _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
@@ -22,6 +27,7 @@ _UNPROVEN = str(RefusalReason.UNPROVEN)
 _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
 )
+
 _ROUND_OPEN = str(RefusalReason.ROUND_OPEN)
 
 
@@ -176,3 +182,167 @@ def _one_token() -> dict[str, object]:
 def _patience_s(rollout: RolloutConfig) -> float:
     """A stock server answers after the ``/infer/`` that runs, so as long as one may take."""
     return rollout.request_timeout_s
+
+
+_HASH_CHARACTERS = 8
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """None where a directory has no such thing."""
+
+    tokenizer: str | None
+    chat_template: str | None
+    image_processor: str | None
+    vocabulary_size: int | None
+    dtype: str | None
+
+    @classmethod
+    def read(cls, directory: Path) -> Fingerprint:
+        """Raises OSError or ValueError for a directory that is no readable checkpoint."""
+        config = _read_json(directory / "config.json")
+        nested = config.get("text_config")
+        text_config = nested if isinstance(nested, dict) else config
+        return cls(
+            tokenizer=_hash_of(b"".join(_tokenizer_bytes(directory))),
+            chat_template=_hash_of(_chat_template(directory).encode()),
+            image_processor=_hash_of(_image_processor(directory)),
+            vocabulary_size=_integer(text_config.get("vocab_size", config.get("vocab_size"))),
+            dtype=config.get("dtype") or config.get("torch_dtype") or text_config.get("dtype"),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"tokenizer {self.tokenizer}, chat template {self.chat_template}, image processor "
+            f"{self.image_processor}, vocabulary {self.vocabulary_size}, dtype {self.dtype}"
+        )
+
+
+def check_same_files(learner: Path, server: Path | None) -> Outcome[None]:
+    """Compares the learner's directory with the server's, where that is known and on this machine."""
+    own = Fingerprint.read(learner)
+    if server is None or not (server / "config.json").is_file():
+        return left_out(f"the server's directory cannot be looked into from here; learner: {own}")
+    theirs = Fingerprint.read(server)
+    names = ("tokenizer", "chat_template", "image_processor", "vocabulary_size")
+    differing = [name for name in names if getattr(own, name) != getattr(theirs, name)]
+    if differing:
+        shown = ", ".join(
+            f"{name} {getattr(own, name)} against {getattr(theirs, name)}" for name in differing
+        )
+        return failed(
+            f"learner and server differ: {shown}",
+            f"restart the server with the learner's model: --model {learner}",
+        )
+    where = "the same directory" if server.resolve() == learner.resolve() else f"equal in {server}"
+    return ok(f"{own}; {where}")
+
+
+def _tokenizer_bytes(directory: Path) -> Iterator[bytes]:
+    for name in _TOKENIZER_FILES:
+        if (directory / name).is_file():
+            yield (directory / name).read_bytes()
+
+
+def _chat_template(directory: Path) -> str:
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = _read_json(directory / name).get("chat_template")
+        if template:
+            return json.dumps(template, sort_keys=True)
+    return ""
+
+
+def _image_processor(directory: Path) -> bytes:
+    settings = _read_json(directory / "preprocessor_config.json")
+    settings = settings or _read_json(directory / "processor_config.json").get("image_processor") or {}
+    return json.dumps(settings, sort_keys=True).encode() if settings else b""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return data if isinstance(data, dict) else {}
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _hash_of(content: bytes) -> str | None:
+    return hashlib.sha256(content).hexdigest()[:_HASH_CHARACTERS] if content else None
+
+
+_NUM_SHOWN = 2
+_SAME_MODEL = "start the server with the learner's model"
+
+
+def check_parameters(
+    session: ServerSession, info: ServerInfo, manifest: Sequence[TensorSpec], timeout_s: float
+) -> Outcome[None]:
+    """Compares the learner's manifest with what the server says of itself."""
+    if not info.stock:
+        return compare_manifests(manifest, info.manifest)
+    keys = ask_state_keys(session, Deadline(timeout_s))
+    if not keys:
+        return warning(
+            "the stock server does not say which tensors it holds",
+            "nothing to write; the dry sync round below shows whether it takes the learner's",
+        )
+    return compare_names(manifest, keys)
+
+
+def compare_manifests(learner: Sequence[TensorSpec], server: Sequence[TensorSpec]) -> Outcome[None]:
+    """Names and shapes must agree; dtypes may differ, the learner then sends the server's."""
+    own, theirs = ({spec.name: spec for spec in side} for side in (learner, server))
+    differing = [
+        f"{name}: learner {_shape(own.get(name))}, server {_shape(theirs.get(name))}"
+        for name in sorted(own.keys() | theirs.keys())
+        if _shape(own.get(name)) != _shape(theirs.get(name))
+    ]
+    if differing:
+        return failed(f"{len(differing)} tensor(s) differ: {'; '.join(differing[:_NUM_SHOWN])}", _SAME_MODEL)
+    dtypes = _dtypes(learner), _dtypes(server)
+    num_parameters = sum(_num_elements(spec) for spec in learner)
+    found = f"{len(own)} tensors, {num_parameters / 1e6:.2f} M parameters: names and shapes equal"
+    if dtypes[0] == dtypes[1]:
+        return ok(f"{found}; {dtypes[0]} on both sides")
+    return warning(
+        f"{found}; learner {dtypes[0]}, server {dtypes[1]}: weights are converted, and a canary cannot be compared",
+        f"start the server in the learner's dtype ({dtypes[0]}), or leave it: checksums prove the converted weights",
+    )
+
+
+def compare_names(learner: Sequence[TensorSpec], server_keys: Sequence[str]) -> Outcome[None]:
+    """vLLM's names against the learner's, fused as vLLM fuses them. Shapes and dtypes stay unknown."""
+    num_held = len(set(server_keys))
+    rest = differing_names((spec.name for spec in learner), server_keys)
+    if not rest:
+        return ok(
+            f"{len(learner)} tensors fill all {num_held} of vLLM's (q, k, v and gate, up fused); shapes and dtypes "
+            "cannot be asked of a stock server"
+        )
+    if len(rest) > num_held / 2:
+        return failed(f"{len(rest)} of {num_held} names differ, {rest[0]} for one", _SAME_MODEL)
+    return warning(
+        f"cannot be compared fully: vLLM names {len(rest)} tensor(s) otherwise, {', '.join(rest[:_NUM_SHOWN])} for one",
+        "nothing to write; the dry sync round below shows whether the server takes the weights",
+    )
+
+
+def _shape(spec: TensorSpec | None) -> str:
+    return "none" if spec is None else "x".join(map(str, spec.shape)) or "scalar"
+
+
+def _dtypes(manifest: Sequence[TensorSpec]) -> str:
+    return ", ".join(sorted({spec.dtype for spec in manifest}))
+
+
+def _num_elements(spec: TensorSpec) -> int:
+    number = 1
+    for size in spec.shape:
+        number *= size
+    return number

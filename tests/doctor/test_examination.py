@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.doctor.examination import Examination
-from swift_stage2.doctor.finding import Outcome, Verdict, failed, left_out, ok, warning
+from swift_stage2.doctor.examination import Examination, Outcome, Verdict, failed, left_out, ok, warning
 from swift_stage2.errors import ConfigError, ServerFault
 
 

@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from swift_stage2.doctor.finding import Finding, Verdict
-from swift_stage2.doctor.findings_table import findings_json, findings_table, summary_line
+from swift_stage2.doctor.command import findings_json, findings_table, summary_line
+from swift_stage2.doctor.examination import Finding, Verdict
 
 FINDINGS = [
     Finding("Configuration", "configuration loads", Verdict.OK, "run.yaml: b_ratio 0.25, 2 server(s)"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from live_server import MODEL
 
-from swift_stage2.doctor.finding import Verdict
-from swift_stage2.doctor.fingerprint import Fingerprint, check_same_files
+from swift_stage2.doctor.examination import Verdict
+from swift_stage2.doctor.server_identity import Fingerprint, check_same_files
 
 
 @pytest.fixture

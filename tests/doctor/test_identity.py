@@ -10,7 +10,7 @@ from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, erro
 from fake_rollout_server import output as wire_output
 
 from swift_stage2.config import RolloutConfig, ServerConfig
-from swift_stage2.doctor.finding import Outcome, Verdict
+from swift_stage2.doctor.examination import Outcome, Verdict
 from swift_stage2.doctor.server_identity import ServerIdentity, check_identity, check_model
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo

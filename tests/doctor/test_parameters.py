@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swift_stage2.doctor.finding import Verdict
-from swift_stage2.doctor.parameters import compare_manifests, compare_names
+from swift_stage2.doctor.examination import Verdict
+from swift_stage2.doctor.server_identity import compare_manifests, compare_names
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.stock_names import vllm_name
 
