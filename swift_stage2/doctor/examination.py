@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -39,9 +39,6 @@ class Finding:
     fix: str = ""
     counts_as_failed: bool = False
     """Failed, or not checked because of something that failed."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +77,17 @@ class Checked(Generic[ValueT]):
 
     finding: Finding
     value: ValueT | None = None
+    cause: Finding | None = None
+    """The finding for which this check was not run."""
 
     @property
     def passed(self) -> bool:
-        """Whether what builds on it can run: ok, or no worse than a warning."""
+        """Whether a check that needs this one can run: ok, or no worse than a warning."""
         return self.finding.verdict in (Verdict.OK, Verdict.WARNING)
 
     @property
     def result(self) -> ValueT:
-        """What the check handed on. Raises ValueError when it did not pass."""
+        """The value for later checks. Raises ValueError when the check did not pass."""
         if self.value is None:
             raise ValueError(f"{self.finding.check} handed nothing on; name it in needs")
         return self.value
@@ -104,7 +103,6 @@ class Examination:
         self._secrets = tuple(secret for secret in secrets if secret)
         self._on_begin = on_begin
         self._section = ""
-        self._causes: dict[int, str] = {}  # id of a finding that was not checked -> the check behind it
 
     def begin_section(self, title: str) -> None:
         """The rows from here on belong together."""
@@ -122,11 +120,28 @@ class Examination:
 
         ``fix`` is the remedy for an error that carries none of its own.
         """
-        held = next((need.finding for need in needs if not need.passed), None)
-        if held is not None:
-            return self._skip(name, held)
-        self._on_begin(name)
-        return self._keep(name, self._outcome(work, fix))
+        held = next((need for need in needs if not need.passed), None)
+        cause = None
+        if held is None:
+            self._on_begin(name)
+            outcome = self._outcome(work, fix)
+        else:
+            cause = held.cause or held.finding
+            elsewhere = f" ({cause.section})" if cause.section != self._section else ""
+            named = f"{cause.check}{elsewhere}"
+            outcome = left_out(
+                f"because of: {named}" if held.finding.counts_as_failed else f"as {named} was not"
+            )
+        finding = Finding(
+            self._section,
+            name,
+            outcome.verdict,
+            self._clean(outcome.found),
+            self._clean(outcome.fix),
+            counts_as_failed=held.finding.counts_as_failed if held else outcome.verdict is Verdict.FAILED,
+        )
+        self.findings.append(finding)
+        return Checked(finding, outcome.value, cause)
 
     @property
     def num_failed(self) -> int:
@@ -144,30 +159,6 @@ class Examination:
         except Exception as error:  # top of a check: whatever a library raises is a finding
             logger.debug("a check ended with an unexpected error", exc_info=True)
             return failed(f"{type(error).__name__}: {error}", fix or "mend what this error names")
-
-    def _skip(self, name: str, held: Finding) -> Checked[ValueT]:
-        cause = self._causes.get(id(held)) or self._name_of(held)
-        why = f"because of: {cause}" if held.counts_as_failed else f"as {cause} was not"
-        finding = self._append(name, Verdict.NOT_CHECKED, why, "", held.counts_as_failed)
-        self._causes[id(finding)] = cause
-        return Checked(finding)
-
-    def _name_of(self, finding: Finding) -> str:
-        """Its check, with its section where that is another one than the present."""
-        elsewhere = finding.section != self._section
-        return f"{finding.check} ({finding.section})" if elsewhere else finding.check
-
-    def _keep(self, name: str, outcome: Outcome[ValueT]) -> Checked[ValueT]:
-        is_failed = outcome.verdict is Verdict.FAILED
-        finding = self._append(name, outcome.verdict, outcome.found, outcome.fix, is_failed)
-        return Checked(finding, outcome.value)
-
-    def _append(self, name: str, verdict: Verdict, found: str, fix: str, counts_as_failed: bool) -> Finding:
-        finding = Finding(
-            self._section, name, verdict, self._clean(found), self._clean(fix), counts_as_failed
-        )
-        self.findings.append(finding)
-        return finding
 
     def _clean(self, text: str) -> str:
         """One line without secrets."""

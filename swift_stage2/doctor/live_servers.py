@@ -16,7 +16,6 @@ from torch import nn
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.config import Stage2Config
 from swift_stage2.doctor import feeding, rollouts, server_identity
-from swift_stage2.doctor.address import is_here
 from swift_stage2.doctor.data import Samples, samples_per_pack
 from swift_stage2.doctor.dry_round import DryRounds
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, left_out, ok
@@ -24,6 +23,7 @@ from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import TimedCall
 from swift_stage2.doctor.server_identity import ServerIdentity
 from swift_stage2.errors import WeightSyncHang
+from swift_stage2.launch.ports import is_here
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.weights.export import WeightExport
 

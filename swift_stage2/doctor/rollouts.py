@@ -1,6 +1,6 @@
-"""A few timed calls with the run's own decoding, and what channel B makes of the answers: parsed, matched, encoded.
+"""Prompts as the server reads them, a few timed calls, and the answers as channel B takes them.
 
-The first call asks for one rollout, the second for as many as the run would keep in flight there.
+The first timed call asks for one rollout, the second for as many as the run would keep in flight there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
@@ -17,12 +17,18 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.doctor.examination import Outcome, failed, ok, warning
+from swift_stage2.doctor.server_identity import ONE_TOKEN
 from swift_stage2.errors import SampleError
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import Completion
 
 _SEED = 1
 _FEW_PARSED = 0.5
+_TEXT_PROMPT = "Write one word."
+_FIX = (
+    "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
+    "and restart it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +125,7 @@ def _infer(
     decoding: DecodingConfig,
     timeout_s: float,
 ) -> PostResult:
-    config = protocol.request_config(
-        max_new_tokens=decoding.max_new_tokens,
-        temperature=decoding.temperature,
-        top_p=decoding.top_p,
-        top_k=decoding.top_k,
-        repetition_penalty=decoding.repetition_penalty,
-        seed=_SEED,
-    )
+    config = protocol.request_config(**asdict(decoding), seed=_SEED)
     return connection.infer([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
 
 
@@ -167,23 +166,13 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int) -> str:
     )
 
 
-_TEXT_PROMPT = "Write one word."
-_FIX = (
-    "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
-    "and restart it"
-)
-
-
 def check_prompts(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
 ) -> Outcome[None]:
     """Asks for one token each, greedily, and compares what the server says it read."""
     asked = [*samples, _text_sample()]
     prompts = [encoder.encode_prompt(sample) for sample in asked]
-    config = protocol.request_config(
-        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-    )
-    result = connection.infer([encoder.request(sample) for sample in asked], config, timeout_s=timeout_s)
+    result = _infer(connection, encoder, asked, ONE_TOKEN, timeout_s)
     if result.end is not PostEnd.ANSWERED:
         return failed(
             f"{len(samples)} sample(s) of the data set: {result.reason}",

@@ -1,16 +1,17 @@
-"""Who really answers on a server's port (ours, a stock ``swift rollout``, something else) and with which model."""
+"""Who answers on a server's port, and whether with the learner's model: its name, its files, its parameters."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import RolloutConfig
+from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
@@ -19,6 +20,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys, ask_world_size, is_foreign
 from swift_stage2.weights.stock_names import differing_names
 
+ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
 _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
@@ -29,6 +31,10 @@ _OTHER_RUN = (
 )
 
 _ROUND_OPEN = str(RefusalReason.ROUND_OPEN)
+_HASH_CHARACTERS = 8
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+_NUM_SHOWN = 2
+_SAME_MODEL = "start the server with the learner's model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,8 @@ class ServerIdentity:
 def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerIdentity]:
     """Asks ``/stage2/info/``, and of a stock server what only a rollout server answers."""
     started = time.perf_counter()
-    try:
-        info = session.info(Deadline(_patience_s(rollout)))
+    try:  # a stock server answers after the /infer/ that runs, so as long as one may take
+        info = session.info(Deadline(rollout.request_timeout_s))
         latency_ms = 1e3 * (time.perf_counter() - started)
         if info.stock:
             return _look_at_stock(session, rollout, key, latency_ms)
@@ -111,14 +117,12 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerIdentity]:
     try:
-        size = ask_world_size(session, Deadline(_patience_s(rollout)))
+        size = ask_world_size(session, Deadline(rollout.request_timeout_s))
         health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     except ServerFault as fault:
-        return (
-            _not_a_rollout_server(session, key, str(fault))
-            if is_foreign(fault)
-            else _explain(fault, rollout, key)
-        )
+        if not is_foreign(fault):
+            return _explain(fault, rollout, key)
+        return failed(f"{session.base_url} is no rollout server: {fault}", _foreign_fix(key))
     upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
     return ok(
@@ -151,9 +155,7 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
             f"export {name}=<the key that the server was started with>",
         )
     if is_foreign(fault):
-        return failed(
-            str(fault), f"end what listens there, or correct {key}.base_url: it is no rollout server"
-        )
+        return failed(str(fault), _foreign_fix(key))
     if _LOADING in str(fault):
         return failed(str(fault), "wait until the server has loaded its model, and run the doctor again")
     if _LATE in str(fault):
@@ -165,27 +167,13 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
     return failed(str(fault), "read the server's log and restart it; then run the doctor again")
 
 
-def _not_a_rollout_server(session: ServerSession, key: str, said: str) -> Outcome[ServerIdentity]:
-    return failed(
-        f"{session.base_url} is no rollout server: {said}",
-        f"end what listens there, or correct {key}.base_url: it is no rollout server",
-    )
+def _foreign_fix(key: str) -> str:
+    return f"end what listens there, or correct {key}.base_url: it is no rollout server"
 
 
 def _one_token() -> dict[str, object]:
-    config = protocol.request_config(
-        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-    )
+    config = protocol.request_config(**asdict(ONE_TOKEN), seed=1)
     return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
-
-
-def _patience_s(rollout: RolloutConfig) -> float:
-    """A stock server answers after the ``/infer/`` that runs, so as long as one may take."""
-    return rollout.request_timeout_s
-
-
-_HASH_CHARACTERS = 8
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +190,15 @@ class Fingerprint:
     def read(cls, directory: Path) -> Fingerprint:
         """Raises OSError or ValueError for a directory that is no readable checkpoint."""
         config = _read_json(directory / "config.json")
+        tokenizer_files = [directory / name for name in _TOKENIZER_FILES]
         nested = config.get("text_config")
         text_config = nested if isinstance(nested, dict) else config
+        size = text_config.get("vocab_size", config.get("vocab_size"))
         return cls(
-            tokenizer=_hash_of(b"".join(_tokenizer_bytes(directory))),
+            tokenizer=_hash_of(b"".join(file.read_bytes() for file in tokenizer_files if file.is_file())),
             chat_template=_hash_of(_chat_template(directory).encode()),
             image_processor=_hash_of(_image_processor(directory)),
-            vocabulary_size=_integer(text_config.get("vocab_size", config.get("vocab_size"))),
+            vocabulary_size=size if isinstance(size, int) else None,
             dtype=config.get("dtype") or config.get("torch_dtype") or text_config.get("dtype"),
         )
 
@@ -239,12 +229,6 @@ def check_same_files(learner: Path, server: Path | None) -> Outcome[None]:
     return ok(f"{own}; {where}")
 
 
-def _tokenizer_bytes(directory: Path) -> Iterator[bytes]:
-    for name in _TOKENIZER_FILES:
-        if (directory / name).is_file():
-            yield (directory / name).read_bytes()
-
-
 def _chat_template(directory: Path) -> str:
     if (directory / "chat_template.jinja").is_file():
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
@@ -268,16 +252,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
 def _hash_of(content: bytes) -> str | None:
     return hashlib.sha256(content).hexdigest()[:_HASH_CHARACTERS] if content else None
-
-
-_NUM_SHOWN = 2
-_SAME_MODEL = "start the server with the learner's model"
 
 
 def check_parameters(
@@ -306,7 +282,7 @@ def compare_manifests(learner: Sequence[TensorSpec], server: Sequence[TensorSpec
     if differing:
         return failed(f"{len(differing)} tensor(s) differ: {'; '.join(differing[:_NUM_SHOWN])}", _SAME_MODEL)
     dtypes = _dtypes(learner), _dtypes(server)
-    num_parameters = sum(_num_elements(spec) for spec in learner)
+    num_parameters = sum(math.prod(spec.shape) for spec in learner)
     found = f"{len(own)} tensors, {num_parameters / 1e6:.2f} M parameters: names and shapes equal"
     if dtypes[0] == dtypes[1]:
         return ok(f"{found}; {dtypes[0]} on both sides")
@@ -339,10 +315,3 @@ def _shape(spec: TensorSpec | None) -> str:
 
 def _dtypes(manifest: Sequence[TensorSpec]) -> str:
     return ", ".join(sorted({spec.dtype for spec in manifest}))
-
-
-def _num_elements(spec: TensorSpec) -> int:
-    number = 1
-    for size in spec.shape:
-        number *= size
-    return number
