@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from swift_stage2.errors import UserError
-from swift_stage2.report.content import Chart, Headline, Section, Sentence, Table, Tone
+from swift_stage2.report.content import Headline, Section, Sentence, Table, Tone
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import RunReport, report_of
@@ -59,16 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(report), indent=2))
-        output = options.output
-    else:
-        Console().print(terminal_report(report.sections))
-        output = options.output or options.run_dir[-1] / _PAGE
-    if output is not None:
-        write_page(output, page(report))
-        if not options.json:
-            print(f"page: {output}")
-    if not options.json:
-        _merge_traces(options.run_dir[-1])
+        if options.output is not None:
+            write_page(options.output, page(report))
+        return
+    Console().print(terminal_report(report.sections))
+    output = options.output or options.run_dir[-1] / _PAGE
+    write_page(output, page(report))
+    print(f"page: {output}")
+    _merge_traces(options.run_dir[-1])
 
 
 def _merge_traces(run_dir: Path) -> None:
@@ -87,15 +85,13 @@ def _merge_traces(run_dir: Path) -> None:
 def _facts(report: RunReport) -> dict[str, Any]:
     """The account as it always was; the rest by section, as the terminal tells it."""
     account = report.account
-    facts: dict[str, Any] = asdict(account) if account else {}
-    facts |= {
+    return (asdict(account) if account else {}) | {
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
+        "selection": [asdict(found) for found in report.comparisons],
+        "speed": report.speed.facts if report.speed else None,
+        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
     }
-    facts["selection"] = [asdict(found) for found in report.comparisons]
-    facts["speed"] = report.speed.facts if report.speed else None
-    facts["sections"] = {section.key: [asdict(part) for part in section.parts] for section in report.sections}
-    return facts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,8 +154,6 @@ def _section(section: Section) -> Iterator[RenderableType]:
                 yield _table(part.table)
             case Table():
                 yield _table(part)
-            case Chart():
-                pass
 
 
 def _table(table: Table) -> RichTable:

@@ -1,4 +1,4 @@
-"""What a report says, free of any form: sections of sentences, tables and charts. Rendered by ``command``, ``page``.
+"""Sections of sentences, tables and charts: a report free of any form. Rendered by ``command`` and ``page``.
 
 One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
 """
@@ -17,7 +17,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Tone(StrEnum):
-    """What a reader should feel about a sentence or a row."""
+    """The weight of a sentence or a row; both forms colour it."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -92,13 +92,10 @@ class Chart:
     def table(self) -> Table:
         """The drawn numbers, a row per place on the x axis."""
         columns = [
-            column
+            (name, dict(zip(series.x, values, strict=True)))
             for series in self.series
-            for column in (
-                (series.name, dict(zip(series.x, series.y, strict=True))),
-                *((("from", dict(zip(series.x, series.low, strict=True))),) if series.low else ()),
-                *((("to", dict(zip(series.x, series.high, strict=True))),) if series.high else ()),
-            )
+            for name, values in ((series.name, series.y), ("from", series.low), ("to", series.high))
+            if values or name == series.name
         ]
         places = sorted({place for series in self.series for place in series.x})
         rows = tuple(
@@ -163,16 +160,13 @@ def share(part: float, whole: float) -> str:
 
 def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
     """Without what is absent, and without tables and charts that hold nothing."""
-    return tuple(part for part in parts if part is not None and not _is_empty(part))
-
-
-def _is_empty(part: Part) -> bool:
-    match part:
-        case Table():
-            return not part.rows
-        case Chart():
-            return not any(series.x for series in part.series)
-    return False
+    return tuple(
+        part
+        for part in parts
+        if part is not None
+        and not (isinstance(part, Table) and not part.rows)
+        and not (isinstance(part, Chart) and not any(series.x for series in part.series))
+    )
 
 
 def grouped(points: Sequence[ItemT]) -> list[Sequence[ItemT]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from swift_stage2.channel_b.image_files import RASTER_FORMATS
 from swift_stage2.report.content import Section, Sentence, Tone, number
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
 from swift_stage2.telemetry.audit import Record
@@ -27,7 +28,6 @@ DEFAULT_SIZE = 200
 MOST_SIDE = 384
 """Pixels of a thumbnail's longer side."""
 _MOST_PIXELS = 100_000_000
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none that runs another program
 _QUALITY = 70
 _DrawnBox = tuple[str, float, float, float, float, str]
 
@@ -169,7 +169,7 @@ def thumbnail(path: str) -> str:
             raise UnreadableImage("there is no such file here")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=_FORMATS) as image:
+            with Image.open(path, formats=RASTER_FORMATS) as image:
                 return _encode(image)
     except UnreadableImage:
         raise
