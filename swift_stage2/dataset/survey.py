@@ -24,7 +24,6 @@ MOST_KEPT = 100
 """Faults of one rule that are kept to be shown; all are counted."""
 _MOST_FORMATS = 1000
 _PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
-
 OnProgress = Callable[[int, int], None]
 """Told after every row: rows so far, bytes of this file so far."""
 
