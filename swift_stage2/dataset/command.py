@@ -22,6 +22,8 @@ from swift_stage2.errors import UserError
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_FAULTS = 1
+MOST_SHOWN = 20
+"""Faults of one rule that are shown unless all are asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,26 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [Path(name) for name in options.files]
     if options.apply_exif is not None:
         files = [_rewrite(files, options)]
-    findings = _survey(files, options)
+    with ExitStack() as stack:
+        findings = survey(
+            files,
+            dialect=Dialect(options.dialect) if options.dialect else None,
+            decode=options.decode,
+            needs_objects=not options.rows_without_objects,
+            on_progress=_progress(files, stack),
+        )
     status = EXIT_FAULTS if findings.num_faults else 0
     if options.json:
         print(json.dumps(to_json(findings, exit_status=status), indent=1))
     else:
         print(*lines_of(findings, MOST_KEPT if options.all else MOST_SHOWN), sep="\n")
     return status
-
-
-def _survey(files: Sequence[Path], options: argparse.Namespace) -> Findings:
-    dialect = Dialect(options.dialect) if options.dialect else None
-    with ExitStack() as stack:
-        told = _progress(files, stack)
-        return survey(
-            files,
-            dialect=dialect,
-            decode=options.decode,
-            needs_objects=not options.rows_without_objects,
-            on_progress=told,
-        )
 
 
 def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
@@ -129,10 +125,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.apply_exif is not None and len(options.files) != 1:
         raise UserError(f"--apply-exif takes one file, got {len(options.files)}; rewrite them one by one")
     return options
-
-
-MOST_SHOWN = 20
-"""Faults of one rule that are shown unless all are asked for."""
 
 
 def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:

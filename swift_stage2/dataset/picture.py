@@ -1,7 +1,11 @@
-"""What a file tells of an image without decoding it: its stored size, its EXIF orientation, whether it is whole.
+"""The images of a data set: stored size, EXIF orientation and wholeness without decoding; upright copies.
 
 Whole means that the file ends as its format ends; where it does not, the image is decoded and the decoder has the
 say. Damage in the middle of a whole file shows only when everything is decoded (``decode``).
+
+``apply_orientation`` writes a JSONL anew so that no EXIF tag decides what its boxes mean: turned images become upright
+PNG files. Whoever asks must say on which picture the boxes were drawn; nothing in the data tells. Lines without a
+turned image are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from PIL import Image, ImageOps
 
@@ -24,53 +28,6 @@ from swift_stage2.errors import DatasetError, UserError
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _TAIL_BYTES = 4096
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """Width and height as stored, before any rotation; ``orientation`` is 1 for an upright picture."""
-
-    width: int
-    height: int
-    orientation: int
-
-    @property
-    def upright_size(self) -> tuple[int, int]:
-        """Width and height as a viewer shows it."""
-        turned = self.orientation >= 5
-        return (self.height, self.width) if turned else (self.width, self.height)
-
-
-def look_at(path: str | bytes, *, decode: bool = False) -> Picture:
-    """Reads the header and the end of an image file, or of its content; with ``decode`` all of it.
-
-    Raises:
-        OSError, ValueError, SyntaxError, Image.DecompressionBombError: it is no image, or not all of it is there.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with _opened(path) as file, Image.open(file, formats=RASTER_FORMATS) as image:
-            width, height = image.size
-            position = file.tell()
-            tail = _tail(file)
-            file.seek(position)
-            # A PNG may carry the tag behind its pixels, and says so only once it is decoded.
-            late_tag = image.format == "PNG" and b"eXIf" in tail
-            if decode or late_tag or _ENDS.get(str(image.format), b"\0none") not in tail:
-                image.load()
-            return Picture(width, height, orientation_of(image))
-
-
-def _opened(path: str | bytes) -> IO[bytes]:
-    return io.BytesIO(path) if isinstance(path, bytes) else open(find_image(path), "rb")
-
-
-def _tail(file: IO[bytes]) -> bytes:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _TAIL_BYTES))
-    return file.read()
-
-
 Corner = Callable[[float, float, float, float], tuple[float, float]]
 """x, y, width and height of the stored picture to x and y on the upright one."""
 _TURNS: Mapping[int, Corner] = {
@@ -84,6 +41,45 @@ _TURNS: Mapping[int, Corner] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPicture:
+    """Width and height as stored, before any rotation; ``orientation`` is 1 for an upright picture."""
+
+    width: int
+    height: int
+    orientation: int
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height as a viewer shows it."""
+        turned = self.orientation >= 5
+        return (self.height, self.width) if turned else (self.width, self.height)
+
+
+def look_at(path: str | bytes, *, decode: bool = False) -> StoredPicture:
+    """Reads the header and the end of an image file, or of its content; with ``decode`` all of it.
+
+    Raises:
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError: it is no image, or not all of it is there.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with (
+            io.BytesIO(path) if isinstance(path, bytes) else open(find_image(path), "rb") as file,
+            Image.open(file, formats=RASTER_FORMATS) as image,
+        ):
+            width, height = image.size
+            position = file.tell()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read()
+            file.seek(position)
+            # A PNG may carry the tag behind its pixels, and says so only once it is decoded.
+            late_tag = image.format == "PNG" and b"eXIf" in tail
+            if decode or late_tag or _ENDS.get(str(image.format), b"\0none") not in tail:
+                image.load()
+            return StoredPicture(width, height, orientation_of(image))
+
+
 class DrawnOn(StrEnum):
     """The picture that a data set's boxes were drawn on."""
 
@@ -95,7 +91,7 @@ class DrawnOn(StrEnum):
 
 @dataclass(slots=True)
 class Rewritten:
-    """What was written. ``images``: old path to new one."""
+    """A data set that was written anew. ``images``: old path to new one."""
 
     num_rows: int = 0
     images: dict[str, str] = field(default_factory=dict)
@@ -149,7 +145,7 @@ def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) ->
         return line
     images = row.get("images") or []
     images = images if isinstance(images, list) else [images]
-    pictures = [_picture(image) for image in images]
+    pictures = [_look_at(image) for image in images]
     if all(picture is None or picture.orientation == UPRIGHT for picture in pictures):
         return line
     row["images"] = [
@@ -166,7 +162,7 @@ def _path(image: Any) -> Any:
     return image.get("path") if isinstance(image, Mapping) else image
 
 
-def _picture(image: Any) -> Picture | None:
+def _look_at(image: Any) -> StoredPicture | None:
     """None for one that the check tells of."""
     try:
         return look_at(path) if isinstance(path := _path(image), str) else None
@@ -174,7 +170,7 @@ def _picture(image: Any) -> Picture | None:
         return None
 
 
-def _upright(image: Any, picture: Picture, folder: Path, done: Rewritten) -> Any:
+def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) -> Any:
     path = _path(image)
     if picture.orientation == UPRIGHT:
         return image
@@ -188,7 +184,7 @@ def _upright(image: Any, picture: Picture, folder: Path, done: Rewritten) -> Any
     return done.images[path]
 
 
-def _turn_boxes(objects: dict[str, Any], pictures: list[Picture | None]) -> None:
+def _turn_boxes(objects: dict[str, Any], pictures: list[StoredPicture | None]) -> None:
     boxes, numbers = objects.get("bbox"), objects.get("image_id")
     numbers = numbers if isinstance(numbers, list) else []
     for index, box in enumerate(boxes if isinstance(boxes, list) else []):
