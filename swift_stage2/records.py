@@ -168,6 +168,19 @@ class MatchQuality:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
+def match_ratios(
+    *, num_predictions: int, num_ground_truth: int, num_pairs: int, sum_iou: float
+) -> dict[str, float]:
+    """Precision, recall, F1 and mean IoU of rollouts whose counts were added up; absent where nothing was counted."""
+    quotients = {
+        "precision": (num_pairs, num_predictions),
+        "recall": (num_pairs, num_ground_truth),
+        "f1": (2 * num_pairs, num_predictions + num_ground_truth),
+        "mean_iou": (sum_iou, num_pairs),
+    }
+    return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectMatch:
     """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""
@@ -326,14 +339,15 @@ class EvaluationCounts:
     @property
     def ratios(self) -> dict[str, float]:
         """``match/``'s ratios and the truncated share, by name; absent where nothing was counted."""
-        quotients = {
-            "precision": (self.num_pairs, self.num_predictions),
-            "recall": (self.num_pairs, self.num_ground_truth),
-            "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
-            "mean_iou": (self.sum_iou, self.num_pairs),
-            "truncated_ratio": (self.num_truncated, self.num_answered),
-        }
-        return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+        found = match_ratios(
+            num_predictions=self.num_predictions,
+            num_ground_truth=self.num_ground_truth,
+            num_pairs=self.num_pairs,
+            sum_iou=self.sum_iou,
+        )
+        return found | (
+            {"truncated_ratio": self.num_truncated / self.num_answered} if self.num_answered else {}
+        )
 
 
 @dataclass(frozen=True, slots=True)

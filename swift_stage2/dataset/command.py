@@ -8,18 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
-from swift_stage2.dataset.summary import MOST_SHOWN, lines_of, to_json
+from swift_stage2.dataset.fault import Rule
+from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_FAULTS = 1
+MOST_SHOWN = 20
+"""Faults of one rule that are shown unless all are asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,26 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [Path(name) for name in options.files]
     if options.apply_exif is not None:
         files = [_rewrite(files, options)]
-    findings = _survey(files, options)
+    with ExitStack() as stack:
+        findings = survey(
+            files,
+            dialect=Dialect(options.dialect) if options.dialect else None,
+            decode=options.decode,
+            needs_objects=not options.rows_without_objects,
+            on_progress=_progress(files, stack),
+        )
     status = EXIT_FAULTS if findings.num_faults else 0
     if options.json:
         print(json.dumps(to_json(findings, exit_status=status), indent=1))
     else:
         print(*lines_of(findings, MOST_KEPT if options.all else MOST_SHOWN), sep="\n")
     return status
-
-
-def _survey(files: Sequence[Path], options: argparse.Namespace) -> Findings:
-    dialect = Dialect(options.dialect) if options.dialect else None
-    with ExitStack() as stack:
-        told = _progress(files, stack)
-        return survey(
-            files,
-            dialect=dialect,
-            decode=options.decode,
-            needs_objects=not options.rows_without_objects,
-            on_progress=told,
-        )
 
 
 def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
@@ -127,3 +125,63 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.apply_exif is not None and len(options.files) != 1:
         raise UserError(f"--apply-exif takes one file, got {len(options.files)}; rewrite them one by one")
     return options
+
+
+def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
+    """Every rule that was broken with its places, then the verdict."""
+    for rule, count in findings.counts.items():
+        kind = "advice" if rule.is_advice else "fault"
+        yield f"{kind}: {rule}: {count:,} of {findings.num_rows:,} rows" + (
+            "" if rule not in (Rule.BOUNDS, Rule.IMAGE) else " or objects in them"
+        )
+        shown = findings.of(rule)[:most_shown]
+        yield from (f"  {fault}" for fault in shown)
+        if count > len(shown):
+            yield f"  … and {count - len(shown):,} more"
+    yield from facts_of(findings)
+    yield verdict_of(findings)
+
+
+def facts_of(findings: Findings) -> Iterator[str]:
+    """What is no fault, but worth knowing."""
+    if (shown := findings.answer_format) is not None:
+        yield f"answers: dialect {shown.dialect}, written {shown.write([('label', (1, 2, 3, 4))])!r}"
+    if (longest := findings.longest) is not None and longest.num_objects:
+        yield f"longest answer: {longest.num_objects} objects, at {longest.place}"
+
+
+def verdict_of(findings: Findings) -> str:
+    """One line: how many rows were looked at, how fast, and how many have faults."""
+    checked = (
+        f"{findings.num_rows:,} rows of {len(findings.files)} file(s), every one checked, in "
+        f"{findings.seconds:.1f} s ({findings.rows_per_second:,.0f} rows/s)"
+    )
+    advised = sum(count for rule, count in findings.counts.items() if rule.is_advice)
+    beside = f"; {advised:,} times advice" if advised else ""
+    if findings.num_bad_rows:
+        return f"{checked}: {findings.num_bad_rows:,} have faults{beside}"
+    return f"{checked}: no fault{beside}"
+
+
+def to_json(findings: Findings, **facts: Any) -> dict[str, Any]:
+    """``facts`` are put beside what was found."""
+    shown, longest = findings.answer_format, findings.longest
+    return {
+        **facts,
+        "files": [str(file) for file in findings.files],
+        "num_rows": findings.num_rows,
+        "num_bad_rows": findings.num_bad_rows,
+        "counts": {str(rule): count for rule, count in findings.counts.items()},
+        "faults": [fault.to_json() for fault in findings.faults],
+        "answer_format": asdict(shown) | {"seen": sorted(shown.seen)} if shown else None,
+        "longest_answer": {
+            "file": str(longest.place.file),
+            "line": longest.place.line,
+            "num_characters": longest.num_characters,
+            "num_objects": longest.num_objects,
+        }
+        if longest
+        else None,
+        "seconds": findings.seconds,
+        "rows_per_second": findings.rows_per_second,
+    }

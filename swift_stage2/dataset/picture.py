@@ -1,29 +1,49 @@
-"""What a file tells of an image without decoding it: its stored size, its EXIF orientation, whether it is whole.
+"""The images of a data set: stored size, EXIF orientation and wholeness without decoding; upright copies.
 
 Whole means that the file ends as its format ends; where it does not, the image is decoded and the decoder has the
 say. Damage in the middle of a whole file shows only when everything is decoded (``decode``).
+
+``apply_orientation`` writes a JSONL anew so that no EXIF tag decides what its boxes mean: turned images become upright
+PNG files. Whoever asks must say on which picture the boxes were drawn; nothing in the data tells. Lines without a
+turned image are copied byte by byte.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import warnings
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, orientation_of
+from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT, orientation_of
+from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.records import find_image
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _TAIL_BYTES = 4096
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+Corner = Callable[[float, float, float, float], tuple[float, float]]
+"""x, y, width and height of the stored picture to x and y on the upright one."""
+_TURNS: Mapping[int, Corner] = {
+    2: lambda x, y, w, h: (w - x, y),
+    3: lambda x, y, w, h: (w - x, h - y),
+    4: lambda x, y, w, h: (x, h - y),
+    5: lambda x, y, w, h: (y, x),
+    6: lambda x, y, w, h: (h - y, x),
+    7: lambda x, y, w, h: (h - y, w - x),
+    8: lambda x, y, w, h: (y, w - x),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class StoredPicture:
     """Width and height as stored, before any rotation; ``orientation`` is 1 for an upright picture."""
 
     width: int
@@ -37,7 +57,7 @@ class Picture:
         return (self.height, self.width) if turned else (self.width, self.height)
 
 
-def look_at(path: str | bytes, *, decode: bool = False) -> Picture:
+def look_at(path: str | bytes, *, decode: bool = False) -> StoredPicture:
     """Reads the header and the end of an image file, or of its content; with ``decode`` all of it.
 
     Raises:
@@ -45,23 +65,140 @@ def look_at(path: str | bytes, *, decode: bool = False) -> Picture:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with _opened(path) as file, Image.open(file, formats=RASTER_FORMATS) as image:
+        with (
+            io.BytesIO(path) if isinstance(path, bytes) else open(find_image(path), "rb") as file,
+            Image.open(file, formats=RASTER_FORMATS) as image,
+        ):
             width, height = image.size
             position = file.tell()
-            tail = _tail(file)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read()
             file.seek(position)
             # A PNG may carry the tag behind its pixels, and says so only once it is decoded.
             late_tag = image.format == "PNG" and b"eXIf" in tail
             if decode or late_tag or _ENDS.get(str(image.format), b"\0none") not in tail:
                 image.load()
-            return Picture(width, height, orientation_of(image))
+            return StoredPicture(width, height, orientation_of(image))
 
 
-def _opened(path: str | bytes) -> IO[bytes]:
-    return io.BytesIO(path) if isinstance(path, bytes) else open(find_image(path), "rb")
+class DrawnOn(StrEnum):
+    """The picture that a data set's boxes were drawn on."""
+
+    UPRIGHT = "upright"
+    """As a viewer shows it: boxes stay as they are."""
+    STORED = "stored"
+    """As its pixels lie in the file: boxes are turned with the picture."""
 
 
-def _tail(file: IO[bytes]) -> bytes:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _TAIL_BYTES))
-    return file.read()
+@dataclass(slots=True)
+class Rewritten:
+    """A data set that was written anew. ``images``: old path to new one."""
+
+    num_rows: int = 0
+    images: dict[str, str] = field(default_factory=dict)
+
+
+def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritten:
+    """Writes ``output`` and, beside it, a folder of upright images. ``output`` appears whole or not at all.
+
+    Raises:
+        UserError: ``output`` or its folder exists or cannot be written.
+        DatasetError: ``source`` cannot be read.
+    """
+    folder = output.with_name(f"{output.stem}-images")
+    for path in (output, folder):
+        if path.exists():
+            raise UserError(
+                f"--output must be a new file with a new folder beside it, got {path}, which exists; "
+                "name another one"
+            )
+    partial = output.with_name(f"{output.name}.partial")
+    done = Rewritten()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as target:
+            for line in _lines(source):
+                target.write(_rewritten(line, folder, drawn_on, done))
+            target.flush()
+            os.fsync(target.fileno())
+        partial.replace(output)
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {output}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return done
+
+
+def _lines(source: Path) -> Iterator[bytes]:
+    try:
+        with source.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise DatasetError(f"a data set must be a readable UTF-8 file, got {source}: {error}") from error
+
+
+def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) -> bytes:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # the check tells of it
+        return line
+    if not isinstance(row, dict):
+        return line
+    images = row.get("images") or []
+    images = images if isinstance(images, list) else [images]
+    pictures = [_look_at(image) for image in images]
+    if all(picture is None or picture.orientation == UPRIGHT for picture in pictures):
+        return line
+    row["images"] = [
+        image if picture is None else _upright(image, picture, folder, done)
+        for image, picture in zip(images, pictures, strict=True)
+    ]
+    if drawn_on is DrawnOn.STORED and isinstance(row.get("objects"), dict):
+        _turn_boxes(row["objects"], pictures)
+    done.num_rows += 1
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _path(image: Any) -> Any:
+    return image.get("path") if isinstance(image, Mapping) else image
+
+
+def _look_at(image: Any) -> StoredPicture | None:
+    """None for one that the check tells of."""
+    try:
+        return look_at(path) if isinstance(path := _path(image), str) else None
+    except UNREADABLE:
+        return None
+
+
+def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) -> Any:
+    path = _path(image)
+    if picture.orientation == UPRIGHT:
+        return image
+    if path not in done.images:
+        folder.mkdir(exist_ok=True)
+        target = (folder / f"{len(done.images):06d}-{Path(path).stem}.png").absolute()
+        with Image.open(find_image(path), formats=RASTER_FORMATS) as stored:
+            upright = ImageOps.exif_transpose(stored)
+        upright.convert("RGB").save(target)
+        done.images[path] = str(target)
+    return done.images[path]
+
+
+def _turn_boxes(objects: dict[str, Any], pictures: list[StoredPicture | None]) -> None:
+    boxes, numbers = objects.get("bbox"), objects.get("image_id")
+    numbers = numbers if isinstance(numbers, list) else []
+    for index, box in enumerate(boxes if isinstance(boxes, list) else []):
+        number = numbers[index] if index < len(numbers) else 0
+        picture = pictures[number] if isinstance(number, int) and 0 <= number < len(pictures) else None
+        if picture is None or picture.orientation == UPRIGHT or not _is_box(box):
+            continue
+        is_share = objects.get("bbox_type") == "norm1"
+        size = (1, 1) if is_share else (picture.width, picture.height)
+        turn = _TURNS[picture.orientation]
+        (x1, y1), (x2, y2) = turn(box[0], box[1], *size), turn(box[2], box[3], *size)
+        box[:] = [min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)]
+
+
+def _is_box(box: Any) -> bool:
+    return isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.dataset.fault import Fault, Place, Rule
-from swift_stage2.dataset.picture import UNREADABLE, Picture
+from swift_stage2.dataset.picture import UNREADABLE, StoredPicture
 from swift_stage2.errors import ConfigError, SampleError
 
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
@@ -32,7 +32,7 @@ _ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """What one line is. ``answer_format``: how its answer is written; None of a row whose answer has a fault."""
+    """One line and its faults. ``answer_format``: how its answer is written; None of a row whose answer has a fault."""
 
     faults: tuple[Fault, ...]
     answer_format: AnswerFormat | None = None
@@ -45,7 +45,7 @@ class CheckedRow:
 def check_line(
     line: bytes,
     place: Place,
-    look: Callable[[str], Picture],
+    look: Callable[[str], StoredPicture],
     *,
     judge_answer: bool = True,
     needs_objects: bool = True,
@@ -84,58 +84,55 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
     return dict(row)
 
 
+@dataclass(slots=True)
 class _RowCheck:
     """One row while it is checked."""
 
-    def __init__(
-        self,
-        row: Mapping[str, Any],
-        place: Place,
-        look: Callable[[str], Picture],
-        judge_answer: bool,
-        needs_objects: bool,
-    ) -> None:
-        self._row = row
-        self._judge_answer = judge_answer
-        self._needs_objects = needs_objects
-        self._place = place
-        self._look = look
-        images = row.get("images") or []
-        self._images: list[Any] = images if isinstance(images, list) else [images]
-        self._faults: list[Fault] = []
-        self._shown_image: str | None = None
+    row: Mapping[str, Any]
+    place: Place
+    look: Callable[[str], StoredPicture]
+    judge_answer: bool
+    needs_objects: bool
+    faults: list[Fault] = field(default_factory=list)
+    shown_image: str | None = None
+
+    @property
+    def images(self) -> list[Any]:
+        """As the row names them."""
+        images = self.row.get("images") or []
+        return images if isinstance(images, list) else [images]
 
     def run(self) -> CheckedRow:
         pictures = self._read_images()
         self._check_prompt()
-        answer = self._row["messages"][-1]["content"]
-        if not self._needs_objects and not lists_objects(self._row):
+        answer = self.row["messages"][-1]["content"]
+        if not self.needs_objects and not lists_objects(self.row):
             if LABEL_MARK in answer or BOX_MARK in answer:
                 self._tell(
                     Rule.ANSWER,
                     f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it",
                 )
-            return CheckedRow(tuple(self._faults), None, 0, len(answer))
+            return CheckedRow(tuple(self.faults), None, 0, len(answer))
         try:
-            labels, boxes = read_ground_truth(self._row)
+            labels, boxes = read_ground_truth(self.row)
         except (SampleError, OverflowError) as error:
             remedy = "" if "; " in str(error) else "; mend or remove the row"
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
-            return CheckedRow(tuple(self._faults))
+            return CheckedRow(tuple(self.faults))
         self._check_boxes(boxes, pictures)
         shown = self._read_answer(answer, labels, boxes)
-        return CheckedRow(tuple(self._faults), shown, len(boxes), len(answer), self._shown_image)
+        return CheckedRow(tuple(self.faults), shown, len(boxes), len(answer), self.shown_image)
 
-    def _read_images(self) -> list[Picture | None]:
-        if len(self._images) != 1:
+    def _read_images(self) -> list[StoredPicture | None]:
+        if len(self.images) != 1:
             self._tell(
                 Rule.IMAGES,
-                f"a row should have one image, got num_images={len(self._images)}; "
-                + ("name it in images" if not self._images else "make it one row per image"),
+                f"a row should have one image, got num_images={len(self.images)}; "
+                + ("name it in images" if not self.images else "make it one row per image"),
             )
-        return [self._read_image(image) for image in self._images]
+        return [self._read_image(image) for image in self.images]
 
-    def _read_image(self, image: Any) -> Picture | None:
+    def _read_image(self, image: Any) -> StoredPicture | None:
         path = image.get("path") if isinstance(image, Mapping) else image
         if not isinstance(path, str) or not path:
             self._tell(
@@ -143,9 +140,9 @@ class _RowCheck:
                 f"an image must be the path of a file, got {_cut(image)}; write images=['…/a.png']",
             )
             return None
-        self._shown_image = self._shown_image or path
+        self.shown_image = self.shown_image or path
         try:
-            picture = self._look(path)
+            picture = self.look(path)
         except UNREADABLE as error:
             self._tell(
                 Rule.IMAGE,
@@ -165,7 +162,7 @@ class _RowCheck:
         return picture
 
     def _check_prompt(self) -> None:
-        contents = [message["content"] for message in self._row["messages"][:-1]]
+        contents = [message["content"] for message in self.row["messages"][:-1]]
         prompt = [content for content in contents if isinstance(content, str)]
         if any(mark in text for text in prompt for mark in (LABEL_MARK, BOX_MARK)):
             self._tell(
@@ -173,14 +170,16 @@ class _RowCheck:
                 f"a prompt must not hold {LABEL_MARK} or {BOX_MARK}; write labels and boxes out",
             )
         num_tags = sum(text.count(_IMAGE_TAG) for text in prompt)
-        if num_tags > len(self._images):
+        if num_tags > len(self.images):
             self._tell(
                 Rule.PROMPT,
                 f"a prompt must not hold more {_IMAGE_TAG} than there are images, got num_tags={num_tags} "
-                f"num_images={len(self._images)}; remove a tag or name the image",
+                f"num_images={len(self.images)}; remove a tag or name the image",
             )
 
-    def _check_boxes(self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[Picture | None]) -> None:
+    def _check_boxes(
+        self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[StoredPicture | None]
+    ) -> None:
         flat = [box for box in boxes if box[0] == box[2] or box[1] == box[3]]
         if flat:
             self._tell(
@@ -189,7 +188,7 @@ class _RowCheck:
                 + (f" and {len(flat) - 1} more" if len(flat) > 1 else "")
                 + "; no prediction can match it: mend the annotation",
             )
-        kind = self._row["objects"].get("bbox_type") or _PIXELS
+        kind = self.row["objects"].get("bbox_type") or _PIXELS
         if kind not in (_PIXELS, _SHARES):
             self._tell(
                 Rule.OBJECTS,
@@ -215,22 +214,21 @@ class _RowCheck:
             elif (picture := pictures[number]) is not None and not _is_inside(
                 box, picture.width, picture.height
             ):
-                turned = picture.orientation != 1 and _is_inside(box, *picture.upright_size)
+                remedy = "; mend the annotation"
+                if picture.orientation != 1 and _is_inside(box, *picture.upright_size):
+                    remedy = (
+                        f" (it would on the picture turned by its EXIF orientation {picture.orientation}); see "
+                        "--apply-exif upright"
+                    )
                 self._tell(
                     Rule.BOUNDS,
                     f"a box must lie inside its image, got bbox={_numbers(box)} width={picture.width} "
-                    f"height={picture.height}"
-                    + (
-                        f" (it would on the picture turned by its EXIF orientation {picture.orientation})"
-                        if turned
-                        else ""
-                    )
-                    + ("; see --apply-exif upright" if turned else "; mend the annotation"),
+                    f"height={picture.height}{remedy}",
                 )
 
     def _image_numbers(self, num_boxes: int) -> list[Any]:
         """As ms-swift counts: 0 where nothing is written."""
-        named = self._row["objects"].get("image_id") or []
+        named = self.row["objects"].get("image_id") or []
         written = list(named)[:num_boxes] if isinstance(named, list) else []
         return written + [0] * (num_boxes - len(written))
 
@@ -246,9 +244,9 @@ class _RowCheck:
                 "as they stand: mend the answer",
             )
             return None
-        if not self._judge_answer:
+        if not self.judge_answer:
             return None
-        as_written = [str(label) for label in self._row["objects"].get("ref") or []]
+        as_written = [str(label) for label in self.row["objects"].get("ref") or []]
         # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
         stand_ins = [(number, number, number + 1, number + 1) for number in range(len(boxes))]
         if num_labels and num_boxes and all(map(_PLAIN_LABEL.fullmatch, as_written)):
@@ -263,7 +261,7 @@ class _RowCheck:
         return shown
 
     def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
-        self._faults.append(Fault(self._place, rule, reason, image or self._shown_image))
+        self.faults.append(Fault(self.place, rule, reason, image or self.shown_image))
 
 
 @lru_cache(4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -17,14 +17,13 @@ from swift_stage2.channel_b.answer_format import AnswerFormat, join_formats
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import look_at
-from swift_stage2.dataset.row_check import check_line
+from swift_stage2.dataset.row_check import CheckedRow, check_line
 from swift_stage2.errors import DatasetError
 
 MOST_KEPT = 100
 """Faults of one rule that are kept to be shown; all are counted."""
 _MOST_FORMATS = 1000
 _PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
-
 OnProgress = Callable[[int, int], None]
 """Told after every row: rows so far, bytes of this file so far."""
 
@@ -82,39 +81,38 @@ def survey(
     Raises:
         DatasetError: a file cannot be read or holds no rows.
     """
-    run = _Survey(dialect, decode, judge_answers, needs_objects, on_progress)
+    check = partial(
+        check_line,
+        look=lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode)),
+        judge_answer=judge_answers,
+        needs_objects=needs_objects,
+    )
+    run = _Survey(dialect, check, on_progress)
     for file in files:
         run.read(file)
     return run.finish(tuple(files))
 
 
+@dataclass(slots=True)
 class _Survey:
-    """What is known so far."""
+    """A survey under way."""
 
-    def __init__(
-        self,
-        dialect: Dialect | None,
-        decode: bool,
-        judge_answers: bool,
-        needs_objects: bool,
-        on_progress: OnProgress,
-    ) -> None:
-        self._dialect = dialect
-        self._check_line = partial(check_line, judge_answer=judge_answers, needs_objects=needs_objects)
-        self._on_progress = on_progress
-        self._look = lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode))
-        self._started_s = time.monotonic()
-        self._num_rows = 0
-        self._num_bad_rows = 0
-        self._counts: Counter[Rule] = Counter()
-        self._kept: dict[Rule, list[Fault]] = defaultdict(list)
-        self._num_written: Counter[AnswerFormat] = Counter()
-        self._num_else_good: Counter[AnswerFormat] = Counter()  # rows with no fault but perhaps this one
-        self._first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = {}
-        self._longest: Longest | None = None
+    dialect: Dialect | None
+    check_line: Callable[[bytes, Place], CheckedRow]
+    on_progress: OnProgress
+    started_s: float = field(default_factory=time.monotonic)
+    num_rows: int = 0
+    num_bad_rows: int = 0
+    counts: Counter[Rule] = field(default_factory=Counter)
+    kept: defaultdict[Rule, list[Fault]] = field(default_factory=lambda: defaultdict(list))
+    num_written: Counter[AnswerFormat] = field(default_factory=Counter)
+    num_else_good: Counter[AnswerFormat] = field(default_factory=Counter)
+    """Rows with no fault but perhaps this one."""
+    first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = field(default_factory=dict)
+    longest: Longest | None = None
 
     def read(self, file: Path) -> None:
-        num_before = self._num_rows
+        num_before = self.num_rows
         try:
             with file.open("rb") as lines:
                 num_bytes = 0
@@ -122,69 +120,69 @@ class _Survey:
                     num_bytes += len(line)
                     if line.strip():
                         self._check(line, Place(file, number))
-                        self._on_progress(self._num_rows, num_bytes)
+                        self.on_progress(self.num_rows, num_bytes)
         except OSError as error:
             raise DatasetError(f"a data set must be a readable UTF-8 file, got {file}: {error}") from error
-        if self._num_rows == num_before:
+        if self.num_rows == num_before:
             raise DatasetError(
                 f"a data set must hold rows, got none in {file}; write one JSON object per line"
             )
 
     def _check(self, line: bytes, place: Place) -> None:
-        row = self._check_line(line, place, self._look)
-        self._num_rows += 1
+        row = self.check_line(line, place)
+        self.num_rows += 1
         is_bad = any(not fault.rule.is_advice for fault in row.faults)
-        self._num_bad_rows += is_bad
+        self.num_bad_rows += is_bad
         for fault in row.faults:
             self._tell(fault)
         shown = row.answer_format
-        if shown and (shown in self._num_written or len(self._num_written) < _MOST_FORMATS):
-            self._num_written[shown] += 1
-            self._num_else_good[shown] += not is_bad
-            places = self._first_written.setdefault(shown, [])
+        if shown and (shown in self.num_written or len(self.num_written) < _MOST_FORMATS):
+            self.num_written[shown] += 1
+            self.num_else_good[shown] += not is_bad
+            places = self.first_written.setdefault(shown, [])
             if len(places) < MOST_KEPT:
                 places.append((place, row.image))
-        if self._longest is None or row.num_answer_characters > self._longest.num_characters:
-            self._longest = Longest(place, row.num_answer_characters, row.num_objects)
+        if self.longest is None or row.num_answer_characters > self.longest.num_characters:
+            self.longest = Longest(place, row.num_answer_characters, row.num_objects)
 
     def _tell(self, fault: Fault, count: int = 1) -> None:
-        self._counts[fault.rule] += count
-        if len(kept := self._kept[fault.rule]) < MOST_KEPT:
+        self.counts[fault.rule] += count
+        if len(kept := self.kept[fault.rule]) < MOST_KEPT:
             kept.append(fault)
 
     def finish(self, files: tuple[Path, ...]) -> Findings:
         learned = self._learn_format()
         return Findings(
             files=files,
-            num_rows=self._num_rows,
-            num_bad_rows=self._num_bad_rows,
-            counts={rule: self._counts[rule] for rule in Rule if self._counts[rule]},
-            faults=tuple(fault for rule in Rule for fault in self._kept[rule]),
+            num_rows=self.num_rows,
+            num_bad_rows=self.num_bad_rows,
+            counts={rule: self.counts[rule] for rule in Rule if self.counts[rule]},
+            faults=tuple(fault for rule in Rule for fault in self.kept[rule]),
             answer_format=learned,
-            longest=self._longest,
-            seconds=time.monotonic() - self._started_s,
+            longest=self.longest,
+            seconds=time.monotonic() - self.started_s,
         )
 
     def _learn_format(self) -> AnswerFormat | None:
         """What most answers are written in; tells of every answer that is written otherwise."""
-        if not self._num_written:
+        if not self.num_written:
             return None
         num_in: Counter[Dialect] = Counter()
-        for shown, count in self._num_written.items():
+        for shown, count in self.num_written.items():
             num_in[shown.dialect] += count
-        dialect = self._dialect or num_in.most_common(1)[0][0]
+        dialect = self.dialect or num_in.most_common(1)[0][0]
         learned, others = join_formats(
-            {shown: count for shown, count in self._num_written.items() if shown.dialect is dialect}, dialect
+            {shown: count for shown, count in self.num_written.items() if shown.dialect is dialect}, dialect
         )
-        odd = [*others, *(shown for shown in self._num_written if shown.dialect is not dialect)]
-        num_alike = self._num_written.total() - sum(self._num_written[shown] for shown in odd)
+        odd = [*others, *(shown for shown in self.num_written if shown.dialect is not dialect)]
+        num_alike = self.num_written.total() - sum(self.num_written[shown] for shown in odd)
         for shown in odd:
-            self._num_bad_rows += self._num_else_good[shown]
-            places = self._first_written[shown]
+            self.num_bad_rows += self.num_else_good[shown]
+            places = self.first_written[shown]
             for place, image in places:
                 self._tell(Fault(place, Rule.FORMAT, self._difference(learned, shown, num_alike), image))
-            self._counts[Rule.FORMAT] += self._num_written[shown] - len(places)
-        self._kept[Rule.FORMAT].sort(key=lambda fault: (fault.place.file, fault.place.line))
+            self.counts[Rule.FORMAT] += self.num_written[shown] - len(places)
+        self.kept[Rule.FORMAT].sort(key=lambda fault: (fault.place.file, fault.place.line))
         return learned
 
     def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:

@@ -10,14 +10,41 @@ import threading
 import time
 from urllib.request import proxy_bypass
 
-import psutil
-
-from swift_stage2.config import RolloutConfig, ServerConfig
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.launch.ports import holder_of, refuse_busy_group_port, refuse_busy_server
+from swift_stage2.config import RolloutConfig, ServerConfig, Stage2Config
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
+from swift_stage2.launch.ports import holder_of, is_here, refuse_busy_group_port, refuse_busy_server
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
+
+
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
+    """The rows of all servers; one check per server hands on its address once a connection can be made."""
+    exam.begin_section("Addresses")
+    exam.check("API key", lambda: check_api_key(config.rollout))
+    return [_examine_server(exam, config, index, live=live) for index in range(len(config.rollout.servers))]
+
+
+def _examine_server(exam: Examination, config: Stage2Config, index: int, *, live: bool) -> Checked[str]:
+    server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
+    host = exam.check(f"server {index}: host", lambda: check_host(server))
+    # On another machine another launch starts it; here it is looked at as any server that runs already.
+    if not live and index < len(config.launch.servers) and is_here(server.host):
+        port = config.launch.servers[index].upstream_port
+        exam.check(f"server {index}: ports", lambda: check_ports_free(server, key, port), needs=[host])
+        return host
+    route = exam.check(
+        f"server {index}: {'answers' if live else 'port open'}",
+        lambda: check_reachable(server, host.result, key, must_answer=live),
+        needs=[host],
+    )
+    if live:
+        exam.check(
+            f"server {index}: group port",
+            lambda: check_group_port_free(server, host.result, key),
+            needs=[host],
+        )
+    return route
 
 
 def check_api_key(rollout: RolloutConfig) -> Outcome[None]:
@@ -84,14 +111,6 @@ def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer
         f"port {server.port} is open{holder.replace(' by ', ', held by ')}; connected in {1e3 * seconds:.1f} ms",
         address,
     )
-
-
-def is_here(address: str) -> bool:
-    """Whether an IP address is one of this machine's."""
-    if ipaddress.ip_address(address.split("%")[0]).is_loopback:
-        return True
-    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    return address in own
 
 
 def _resolve(host: str, port: int) -> list[str] | str:

@@ -13,35 +13,44 @@ import math
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
-from swift_stage2.doctor import address
-from swift_stage2.doctor.configuration import check_accumulation, check_configuration, check_launch_plan
-from swift_stage2.doctor.examination import Checked, Examination
-from swift_stage2.doctor.finding import ok
-from swift_stage2.doctor.findings_table import findings_json, findings_table
-from swift_stage2.doctor.run_directory import check_run_directory
+from swift_stage2.doctor.address import examine_addresses
+from swift_stage2.doctor.configuration import (
+    check_configuration,
+    check_launch_plan,
+    check_run_directory,
+)
+from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.ports import is_here
 from swift_stage2.process.visible_devices import select_devices
 from swift_stage2.terminal.parser import CommandParser, rank_count
 from swift_stage2.terminal.standard_output import let_go
 
-if TYPE_CHECKING:
-    from swift_stage2.doctor.data import Samples
-    from swift_stage2.doctor.live_servers import LiveServers
-    from swift_stage2.doctor.preparation import LearnerPreparation
-
 EXIT_FAILED = 1
 _SECRET_MARKS = ("token", "secret", "password", "api_key")
 _NARROWEST_COLUMNS = 80
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.WARNING: "yellow",
+    Verdict.FAILED: "bold red",
+    Verdict.NOT_CHECKED: "dim",
+}
+
+_CHECK_COLUMNS = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quieten()
     console = Console(stderr=True)
     with ExitStack() as stack:
-        begin = None
-        if console.is_terminal:
-            status = stack.enter_context(console.status("looking …"))
-            begin = lambda check: status.update(f"{check} …")  # noqa: E731
-        exam = Examination(secrets=_secrets(data), **({"on_begin": begin} if begin else {}))
+        status = stack.enter_context(console.status("looking …")) if console.is_terminal else None
+        exam = Examination(
+            secrets=_secrets(data), on_begin=lambda check: status.update(f"{check} …") if status else None
+        )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-")))
         hung = examine(exam, path, options, scratch)
     status_code = EXIT_FAILED if exam.num_failed else 0
@@ -68,12 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hung:  # a thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever
         let_go()
         sys.stderr.flush()
-        _end_process(status_code)
+        os._exit(status_code)
     return status_code
-
-
-def _end_process(status: int) -> None:
-    os._exit(status)
 
 
 def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> bool:
@@ -88,124 +92,17 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
     if config.launch.servers or config.launch.learner.devices:
         check_launch_plan(exam, config, path)
         _take_learner_device(config)
-    prepared, samples = _examine_learner(exam, config, scratch)
+    from swift_stage2.doctor.data import examine_learner  # loads torch
+
+    prepared, samples = examine_learner(exam, config, scratch)
     if not config.b_enabled:
         return False
-    routes = _examine_addresses(exam, config, live=options.live)
+    routes = examine_addresses(exam, config, live=options.live)
     if not options.live:
         return False
-    return _examine_servers(exam, config, options, scratch, routes, prepared, samples)
-
-
-def _examine_learner(
-    exam: Examination, config: Stage2Config, scratch: Path
-) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
-    from swift_stage2.doctor import data  # loads torch
-
-    exam.begin_section("Model and data")
-    checkpoint = exam.check("model directory", lambda: data.check_checkpoint(config))
-    rows_checked = exam.check("data sets", lambda: data.check_rows(config))
-
-    def prepare() -> Any:
-        from swift_stage2.doctor.preparation import prepare_learner  # loads ms-swift
-
-        prepared = prepare_learner(config.swift, scratch, with_weights=False)
-        return ok(
-            f"ms-swift takes section swift; template {prepared.args.template}, {prepared.vocabulary_size} tokens, "
-            f"dtype {prepared.dtype}",
-            prepared,
-        )
-
-    prepared = exam.check(
-        "template", prepare, needs=[checkpoint], fix="mend section swift: ms-swift's own words are beside"
-    )
-    if not config.b_enabled:
-        return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
-    samples = exam.check(
-        "samples",
-        lambda: _usable(config, prepared.result),
-        needs=[prepared, rows_checked],
-        fix="mend the data set, or section swift",
-    )
-    exam.check("packing_length", lambda: data.check_packing_length(config, samples.result), needs=[samples])
-    if config.stage2_ab.evaluation.every_steps:
-        exam.check(
-            "validation set",
-            lambda: data.check_validation_rows(config, prepared.result.num_validation_rows),
-            needs=[prepared, rows_checked],
-        )
-        exam.check(
-            "evaluations",
-            lambda: data.check_evaluation_steps(config, prepared.result.max_steps),
-            needs=[prepared],
-        )
-    if prepared.passed and config.gradient_accumulation_steps is None:
-        check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
-    return prepared, samples
-
-
-def _usable(config: Stage2Config, prepared: LearnerPreparation) -> Any:
-    from swift_stage2.channel_b.encoding import Encoder
-    from swift_stage2.doctor import data
-
-    encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
-    return data.check_usable(config, encoder, prepared.rows(), int(prepared.args.seed))
-
-
-def _examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
-    """One check per server that hands on its address once a connection can be made."""
-    exam.begin_section("Addresses")
-    exam.check("API key", lambda: address.check_api_key(config.rollout))
-    launched = dict(enumerate(() if live else config.launch.servers))
-    return [
-        # On another machine another launch starts it; here it is looked at as any server that runs already.
-        _examine_address(
-            exam, index, server, live=live, process=launched.get(index) if is_here(server.host) else None
-        )
-        for index, server in enumerate(config.rollout.servers)
-    ]
-
-
-def _examine_address(
-    exam: Examination, index: int, server: ServerConfig, *, live: bool, process: ServerProcess | None
-) -> Checked[str]:
-    key = f"rollout.servers[{index}]"
-    host = exam.check(f"server {index}: host", lambda: address.check_host(server))
-    if process is not None:  # launch will start it
-        exam.check(
-            f"server {index}: ports",
-            lambda: address.check_ports_free(server, key, process.upstream_port),
-            needs=[host],
-        )
-        return host
-    route = exam.check(
-        f"server {index}: {'answers' if live else 'port open'}",
-        lambda: address.check_reachable(server, host.result, key, must_answer=live),
-        needs=[host],
-    )
-    if live:
-        exam.check(
-            f"server {index}: group port",
-            lambda: address.check_group_port_free(server, host.result, key),
-            needs=[host],
-        )
-    return route
-
-
-def _examine_servers(
-    exam: Examination,
-    config: Stage2Config,
-    options: argparse.Namespace,
-    scratch: Path,
-    routes: Sequence[Checked[str]],
-    prepared: Checked[LearnerPreparation],
-    samples: Checked[Samples],
-) -> bool:
     from swift_stage2.doctor.live_servers import LiveServers
 
-    servers: LiveServers = LiveServers(
-        exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync
-    )
+    servers = LiveServers(exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync)
     servers.examine()
     servers.examine_feeding(
         options.step_seconds, options.nproc_per_node or config.launch.learner.nproc_per_node
@@ -235,7 +132,7 @@ def _show(exam: Examination, options: argparse.Namespace, status_code: int) -> N
 
 
 def _quieten() -> None:
-    """The table is what is asked for; what ms-swift and Hugging Face tell on the way is not."""
+    """Silences ms-swift and Hugging Face; the table alone is asked for."""
     os.environ.setdefault("LOG_LEVEL", "ERROR")  # ms-swift's
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -251,12 +148,8 @@ def _secrets(data: dict[str, Any]) -> tuple[str, ...]:
     key = os.environ.get(name if isinstance(name, str) else "SWIFT_ROLLOUT_API_KEY", "")
     swift = data.get("swift")
     entries = swift.items() if isinstance(swift, dict) else ()
-    hidden = [
-        value
-        for key, value in entries
-        if isinstance(value, str) and any(mark in key for mark in _SECRET_MARKS)
-    ]
-    return (key, *hidden)
+    hidden = (text for place, text in entries if any(mark in place for mark in _SECRET_MARKS))
+    return (key, *(text for text in hidden if isinstance(text, str)))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -300,3 +193,54 @@ def _positive(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
     return value
+
+
+def findings_table(findings: Sequence[Finding]) -> RenderableType:
+    """A table per section, one row per check, and a line that counts the verdicts."""
+    parts: list[RenderableType] = []
+    for section, rows in groupby(findings, key=lambda finding: finding.section):
+        table = Table(
+            title=section,
+            title_justify="left",
+            title_style="bold",
+            show_header=False,
+            expand=True,
+            box=SIMPLE,
+            show_edge=False,
+            pad_edge=False,
+        )
+        table.add_column("check", width=_CHECK_COLUMNS, overflow="fold")
+        table.add_column("verdict", width=len(Verdict.WARNING))
+        table.add_column("found", ratio=1, overflow="fold")
+        for finding in rows:
+            table.add_row(finding.check, _verdict(finding), _found(finding))
+        parts += [table, Text()]
+    return Group(*parts, summary_line(findings))
+
+
+def summary_line(findings: Sequence[Finding]) -> Text:
+    """``12 ok, 1 warning, 2 failed, 3 not checked``."""
+    counts = Counter(finding.verdict for finding in findings)
+    parts = [
+        Text(f"{counts[verdict]} {verdict}", style=_STYLES[verdict]) for verdict in Verdict if counts[verdict]
+    ]
+    return Text(", ").join(parts)
+
+
+def findings_json(findings: Sequence[Finding], **facts: Any) -> dict[str, Any]:
+    """The same for a script; ``facts`` are put beside the rows."""
+    return {**facts, "findings": [asdict(finding) for finding in findings]}
+
+
+def _verdict(finding: Finding) -> Text:
+    is_shown = finding.verdict is not Verdict.NOT_CHECKED  # that is said in the row's text
+    return Text(str(finding.verdict) if is_shown else "-", style=_STYLES[finding.verdict])
+
+
+def _found(finding: Finding) -> Text:
+    if finding.verdict is Verdict.NOT_CHECKED:
+        return Text(f"not checked: {finding.found}", style=_STYLES[finding.verdict])
+    text = Text(finding.found)
+    if finding.fix:
+        text.append(f"\nfix: {finding.fix}", style=_STYLES[finding.verdict])
+    return text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
@@ -15,7 +16,8 @@ from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.configuration import check_accumulation
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
 from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.dataset import advice_of, list_command, survey_data
 from swift_stage2.preflight.model import check_model
@@ -24,6 +26,9 @@ from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.records import Sample
+
+if TYPE_CHECKING:
+    from swift_stage2.doctor.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
 _MOST_FAULTS_SHOWN = 10
@@ -42,6 +47,55 @@ class Samples:
     """Of all rows."""
     segment_lengths: tuple[int, ...]
     """Tokens of prompt and ground truth, of the samples that fit a pack."""
+
+
+def examine_learner(
+    exam: Examination, config: Stage2Config, scratch: Path
+) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
+    """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
+    exam.begin_section("Model and data")
+    checkpoint = exam.check("model directory", lambda: check_checkpoint(config))
+    rows_checked = exam.check("data sets", lambda: check_rows(config))
+    prepared = exam.check(
+        "template",
+        lambda: _prepare(config, scratch),
+        needs=[checkpoint],
+        fix="mend section swift: ms-swift's own words are beside",
+    )
+    if not config.b_enabled:
+        return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
+    samples = exam.check(
+        "samples",
+        lambda: _check_samples(config, prepared.result),
+        needs=[prepared, rows_checked],
+        fix="mend the data set, or section swift",
+    )
+    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    if config.stage2_ab.evaluation.every_steps:
+        exam.check(
+            "validation set",
+            lambda: check_validation_rows(config, prepared.result.num_validation_rows),
+            needs=[prepared, rows_checked],
+        )
+        exam.check(
+            "evaluations",
+            lambda: check_evaluation_steps(config, prepared.result.max_steps),
+            needs=[prepared],
+        )
+    if prepared.passed and config.gradient_accumulation_steps is None:
+        check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
+    return prepared, samples
+
+
+def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]:
+    from swift_stage2.doctor.preparation import prepare_learner  # loads ms-swift
+
+    prepared = prepare_learner(config.swift, scratch, with_weights=False)
+    return ok(
+        f"ms-swift takes section swift; template {prepared.args.template}, {prepared.vocabulary_size} tokens, dtype "
+        f"{prepared.dtype}",
+        prepared,
+    )
 
 
 def check_checkpoint(config: Stage2Config) -> Outcome[None]:
@@ -113,16 +167,18 @@ def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None
     return ok(f"one every {every} of {max_steps} steps: at most {times}")
 
 
-def check_usable(config: Stage2Config, encoder: Encoder, rows: Any, seed: int) -> Outcome[Samples]:
+def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
     """
+    encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
+    rows = prepared.rows()
     usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
     origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    samples = usable_samples(rows, seed, encoder, count, usable, origins)
+    samples = usable_samples(rows, int(prepared.args.seed), encoder, count, usable, origins)
     task = detection_task(config)
     check_samples(config, encoder, task, samples, origins)
     task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))

@@ -15,7 +15,7 @@ from torch import nn
 from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import RolloutConfig
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
 from swift_stage2.errors import ServerFault
 from swift_stage2.records import ServerReport

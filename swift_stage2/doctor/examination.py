@@ -1,6 +1,6 @@
-"""Runs checks one after the other and keeps what they found. A check never ends the examination.
+"""Runs checks one after the other and keeps a row of each. A check never ends the examination.
 
-What rests on a check that failed is not run: its row says which one, and counts as failed with it.
+A check that rests on a failed one is not run: its row says which one, and counts as failed with it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from swift_stage2.doctor.finding import Finding, Outcome, Verdict, failed
 from swift_stage2.errors import SampleError, Stage2Error, UserError
 
 logger = logging.getLogger(__name__)
@@ -19,21 +19,75 @@ ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
 
 
+class Verdict(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+
+    section: str
+    check: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    counts_as_failed: bool = False
+    """Failed, or not checked because of something that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[ValueT]):
+    """What a check hands back; ``value`` is for the checks that build on it."""
+
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    value: ValueT | None = None
+
+
+def ok(found: str, value: ValueT | None = None) -> Outcome[ValueT]:
+    """Nothing to do."""
+    return Outcome(Verdict.OK, found, value=value)
+
+
+def warning(found: str, fix: str, value: ValueT | None = None) -> Outcome[ValueT]:
+    """It works, but wastes or risks something."""
+    return Outcome(Verdict.WARNING, found, fix, value)
+
+
+def failed(found: str, fix: str) -> Outcome[Any]:
+    """Training would not start, or not do what was asked."""
+    return Outcome(Verdict.FAILED, found, fix)
+
+
+def left_out(why: str) -> Outcome[Any]:
+    """Nothing failed, but there is no way or no wish to look."""
+    return Outcome(Verdict.NOT_CHECKED, why)
+
+
 @dataclass(frozen=True, slots=True)
 class Checked(Generic[ValueT]):
     """A check that is over. ``result`` may be asked for by checks that name it in ``needs``."""
 
     finding: Finding
     value: ValueT | None = None
+    cause: Finding | None = None
+    """The finding for which this check was not run."""
 
     @property
     def passed(self) -> bool:
-        """Whether what builds on it can run: ok, or no worse than a warning."""
+        """Whether a check that needs this one can run: ok, or no worse than a warning."""
         return self.finding.verdict in (Verdict.OK, Verdict.WARNING)
 
     @property
     def result(self) -> ValueT:
-        """What the check handed on. Raises ValueError when it did not pass."""
+        """The value for later checks. Raises ValueError when the check did not pass."""
         if self.value is None:
             raise ValueError(f"{self.finding.check} handed nothing on; name it in needs")
         return self.value
@@ -49,7 +103,6 @@ class Examination:
         self._secrets = tuple(secret for secret in secrets if secret)
         self._on_begin = on_begin
         self._section = ""
-        self._causes: dict[int, str] = {}  # id of a finding that was not checked -> the check behind it
 
     def begin_section(self, title: str) -> None:
         """The rows from here on belong together."""
@@ -67,11 +120,28 @@ class Examination:
 
         ``fix`` is the remedy for an error that carries none of its own.
         """
-        held = next((need.finding for need in needs if not need.passed), None)
-        if held is not None:
-            return self._skip(name, held)
-        self._on_begin(name)
-        return self._keep(name, self._outcome(work, fix))
+        held = next((need for need in needs if not need.passed), None)
+        cause = None
+        if held is None:
+            self._on_begin(name)
+            outcome = self._outcome(work, fix)
+        else:
+            cause = held.cause or held.finding
+            elsewhere = f" ({cause.section})" if cause.section != self._section else ""
+            named = f"{cause.check}{elsewhere}"
+            outcome = left_out(
+                f"because of: {named}" if held.finding.counts_as_failed else f"as {named} was not"
+            )
+        finding = Finding(
+            self._section,
+            name,
+            outcome.verdict,
+            self._clean(outcome.found),
+            self._clean(outcome.fix),
+            counts_as_failed=held.finding.counts_as_failed if held else outcome.verdict is Verdict.FAILED,
+        )
+        self.findings.append(finding)
+        return Checked(finding, outcome.value, cause)
 
     @property
     def num_failed(self) -> int:
@@ -89,30 +159,6 @@ class Examination:
         except Exception as error:  # top of a check: whatever a library raises is a finding
             logger.debug("a check ended with an unexpected error", exc_info=True)
             return failed(f"{type(error).__name__}: {error}", fix or "mend what this error names")
-
-    def _skip(self, name: str, held: Finding) -> Checked[ValueT]:
-        cause = self._causes.get(id(held)) or self._name_of(held)
-        why = f"because of: {cause}" if held.counts_as_failed else f"as {cause} was not"
-        finding = self._append(name, Verdict.NOT_CHECKED, why, "", held.counts_as_failed)
-        self._causes[id(finding)] = cause
-        return Checked(finding)
-
-    def _name_of(self, finding: Finding) -> str:
-        """Its check, with its section where that is another one than the present."""
-        elsewhere = finding.section != self._section
-        return f"{finding.check} ({finding.section})" if elsewhere else finding.check
-
-    def _keep(self, name: str, outcome: Outcome[ValueT]) -> Checked[ValueT]:
-        is_failed = outcome.verdict is Verdict.FAILED
-        finding = self._append(name, outcome.verdict, outcome.found, outcome.fix, is_failed)
-        return Checked(finding, outcome.value)
-
-    def _append(self, name: str, verdict: Verdict, found: str, fix: str, counts_as_failed: bool) -> Finding:
-        finding = Finding(
-            self._section, name, verdict, self._clean(found), self._clean(fix), counts_as_failed
-        )
-        self.findings.append(finding)
-        return finding
 
     def _clean(self, text: str) -> str:
         """One line without secrets."""

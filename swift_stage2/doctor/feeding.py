@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.scheduling.outlook import PacingState, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 

@@ -15,16 +15,15 @@ from torch import nn
 
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.config import Stage2Config
-from swift_stage2.doctor import feeding, fingerprint, parameters, prompts, rollouts, server_identity
-from swift_stage2.doctor.address import is_here
+from swift_stage2.doctor import feeding, rollouts, server_identity
 from swift_stage2.doctor.data import Samples, samples_per_pack
 from swift_stage2.doctor.dry_round import DryRounds
-from swift_stage2.doctor.examination import Checked, Examination
-from swift_stage2.doctor.finding import Outcome, left_out, ok
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, left_out, ok
 from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import TimedCall
 from swift_stage2.doctor.server_identity import ServerIdentity
 from swift_stage2.errors import WeightSyncHang
+from swift_stage2.launch.ports import is_here
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.weights.export import WeightExport
 
@@ -95,7 +94,7 @@ class LiveServers:
         )
         manifest = exam.check(
             "parameters",
-            lambda: parameters.check_parameters(
+            lambda: server_identity.check_parameters(
                 session,
                 identity.result.info,
                 WeightExport(module.result).manifest(),
@@ -115,7 +114,7 @@ class LiveServers:
         )
         exam.check(
             "files",
-            lambda: fingerprint.check_same_files(
+            lambda: server_identity.check_same_files(
                 self._prepared.result.model_directory,
                 self._server_directory(index, model.result, route.result),
             ),
@@ -123,7 +122,7 @@ class LiveServers:
         )
         prompt = exam.check(
             "prompts",
-            lambda: prompts.check_prompts(
+            lambda: rollouts.check_prompts(
                 connection,
                 self._samples.result.encoder,
                 self._samples.result.samples[:_NUM_PROMPTS],

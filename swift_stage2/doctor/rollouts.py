@@ -1,6 +1,6 @@
-"""A few timed calls with the run's own decoding, and what channel B makes of the answers: parsed, matched, encoded.
+"""Prompts as the server reads them, a few timed calls, and the answers as channel B takes them.
 
-The first call asks for one rollout, the second for as many as the run would keep in flight there.
+The first timed call asks for one rollout, the second for as many as the run would keep in flight there.
 """
 
 from __future__ import annotations
@@ -8,20 +8,27 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig, Stage2Config
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Outcome, failed, ok, warning
+from swift_stage2.doctor.server_identity import ONE_TOKEN
 from swift_stage2.errors import SampleError
-from swift_stage2.records import MatchQuality, Rollout, Sample, VersionSpan
+from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import Completion
 
 _SEED = 1
 _FEW_PARSED = 0.5
+_TEXT_PROMPT = "Write one word."
+_FIX = (
+    "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
+    "and restart it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +125,7 @@ def _infer(
     decoding: DecodingConfig,
     timeout_s: float,
 ) -> PostResult:
-    config = protocol.request_config(
-        max_new_tokens=decoding.max_new_tokens,
-        temperature=decoding.temperature,
-        top_p=decoding.top_p,
-        top_k=decoding.top_k,
-        repetition_penalty=decoding.repetition_penalty,
-        seed=_SEED,
-    )
+    config = protocol.request_config(**asdict(decoding), seed=_SEED)
     return connection.infer([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
 
 
@@ -164,3 +164,50 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int) -> str:
         f"{num_rollouts} rollout(s): {predicted} objects parsed, {pairs} of {truths} in the ground truth matched{iou}, "
         f"objects dropped: {shown}"
     )
+
+
+def check_prompts(
+    connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
+) -> Outcome[None]:
+    """Asks for one token each, greedily, and compares what the server says it read."""
+    asked = [*samples, _text_sample()]
+    prompts = [encoder.encode_prompt(sample) for sample in asked]
+    result = _infer(connection, encoder, asked, ONE_TOKEN, timeout_s)
+    if result.end is not PostEnd.ANSWERED:
+        return failed(
+            f"{len(samples)} sample(s) of the data set: {result.reason}",
+            "read the server's log for the cause; an image or a prompt that it refuses is named there",
+        )
+    for number, (prompt, completion) in enumerate(zip(prompts, result.completions, strict=True)):
+        difference = _difference(prompt, completion)
+        if difference:
+            row = f"row {samples[number].key.index}" if number < len(samples) else "a prompt of text alone"
+            return failed(f"{row}: {difference}", _FIX)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    sizes = sorted({f"{width}x{height}" for prompt in prompts for width, height in prompt.images_size})
+    return ok(
+        f"{len(samples)} sample(s) and one text: all {sum(lengths)} prompt tokens are the learner's own; images as the "
+        f"model sees them: {', '.join(sizes[:4]) or 'none'}"
+    )
+
+
+def _difference(prompt: PromptEncoding, completion: Completion) -> str:
+    own, theirs = prompt.token_ids, completion.prompt_token_ids
+    if completion.images_size and completion.images_size != prompt.images_size:
+        return f"images are {_sizes(completion.images_size)} on the server, {_sizes(prompt.images_size)} on the learner"
+    if own != theirs:
+        place = next(
+            (i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b),
+            min(len(own), len(theirs)),
+        )
+        return f"the server reads {len(theirs)} prompt tokens, the learner {len(own)}, different from place {place} on"
+    return ""
+
+
+def _sizes(sizes: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{width}x{height}" for width, height in sizes) or "none"
+
+
+def _text_sample() -> Sample:
+    row = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
+    return Sample(SampleKey(0, 0, 0), row, (), ())

@@ -1,19 +1,26 @@
-"""Who really answers on a server's port (ours, a stock ``swift rollout``, something else) and with which model."""
+"""Who answers on a server's port, and whether with the learner's model: its name, its files, its parameters."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from swift_stage2.config import RolloutConfig
-from swift_stage2.doctor.finding import Outcome, failed, ok, warning
+from swift_stage2.config import DecodingConfig, RolloutConfig
+from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import RefusalReason, ServerInfo
+from swift_stage2.servers.protocol import RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size, is_foreign
+from swift_stage2.servers.stock import ask_state_keys, ask_world_size, is_foreign
+from swift_stage2.weights.stock_names import differing_names
 
+ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
 _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
@@ -22,7 +29,12 @@ _UNPROVEN = str(RefusalReason.UNPROVEN)
 _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
 )
+
 _ROUND_OPEN = str(RefusalReason.ROUND_OPEN)
+_HASH_CHARACTERS = 8
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+_NUM_SHOWN = 2
+_SAME_MODEL = "start the server with the learner's model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +54,8 @@ class ServerIdentity:
 def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerIdentity]:
     """Asks ``/stage2/info/``, and of a stock server what only a rollout server answers."""
     started = time.perf_counter()
-    try:
-        info = session.info(Deadline(_patience_s(rollout)))
+    try:  # a stock server answers after the /infer/ that runs, so as long as one may take
+        info = session.info(Deadline(rollout.request_timeout_s))
         latency_ms = 1e3 * (time.perf_counter() - started)
         if info.stock:
             return _look_at_stock(session, rollout, key, latency_ms)
@@ -105,14 +117,12 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerIdentity]:
     try:
-        size = ask_world_size(session, Deadline(_patience_s(rollout)))
+        size = ask_world_size(session, Deadline(rollout.request_timeout_s))
         health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     except ServerFault as fault:
-        return (
-            _not_a_rollout_server(session, key, str(fault))
-            if is_foreign(fault)
-            else _explain(fault, rollout, key)
-        )
+        if not is_foreign(fault):
+            return _explain(fault, rollout, key)
+        return failed(f"{session.base_url} is no rollout server: {fault}", _foreign_fix(key))
     upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
     return ok(
@@ -145,9 +155,7 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
             f"export {name}=<the key that the server was started with>",
         )
     if is_foreign(fault):
-        return failed(
-            str(fault), f"end what listens there, or correct {key}.base_url: it is no rollout server"
-        )
+        return failed(str(fault), _foreign_fix(key))
     if _LOADING in str(fault):
         return failed(str(fault), "wait until the server has loaded its model, and run the doctor again")
     if _LATE in str(fault):
@@ -159,20 +167,151 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
     return failed(str(fault), "read the server's log and restart it; then run the doctor again")
 
 
-def _not_a_rollout_server(session: ServerSession, key: str, said: str) -> Outcome[ServerIdentity]:
-    return failed(
-        f"{session.base_url} is no rollout server: {said}",
-        f"end what listens there, or correct {key}.base_url: it is no rollout server",
-    )
+def _foreign_fix(key: str) -> str:
+    return f"end what listens there, or correct {key}.base_url: it is no rollout server"
 
 
 def _one_token() -> dict[str, object]:
-    config = protocol.request_config(
-        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-    )
+    config = protocol.request_config(**asdict(ONE_TOKEN), seed=1)
     return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
 
 
-def _patience_s(rollout: RolloutConfig) -> float:
-    """A stock server answers after the ``/infer/`` that runs, so as long as one may take."""
-    return rollout.request_timeout_s
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """None where a directory has no such thing."""
+
+    tokenizer: str | None
+    chat_template: str | None
+    image_processor: str | None
+    vocabulary_size: int | None
+    dtype: str | None
+
+    @classmethod
+    def read(cls, directory: Path) -> Fingerprint:
+        """Raises OSError or ValueError for a directory that is no readable checkpoint."""
+        config = _read_json(directory / "config.json")
+        tokenizer_files = [directory / name for name in _TOKENIZER_FILES]
+        nested = config.get("text_config")
+        text_config = nested if isinstance(nested, dict) else config
+        size = text_config.get("vocab_size", config.get("vocab_size"))
+        return cls(
+            tokenizer=_hash_of(b"".join(file.read_bytes() for file in tokenizer_files if file.is_file())),
+            chat_template=_hash_of(_chat_template(directory).encode()),
+            image_processor=_hash_of(_image_processor(directory)),
+            vocabulary_size=size if isinstance(size, int) else None,
+            dtype=config.get("dtype") or config.get("torch_dtype") or text_config.get("dtype"),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"tokenizer {self.tokenizer}, chat template {self.chat_template}, image processor "
+            f"{self.image_processor}, vocabulary {self.vocabulary_size}, dtype {self.dtype}"
+        )
+
+
+def check_same_files(learner: Path, server: Path | None) -> Outcome[None]:
+    """Compares the learner's directory with the server's, where that is known and on this machine."""
+    own = Fingerprint.read(learner)
+    if server is None or not (server / "config.json").is_file():
+        return left_out(f"the server's directory cannot be looked into from here; learner: {own}")
+    theirs = Fingerprint.read(server)
+    names = ("tokenizer", "chat_template", "image_processor", "vocabulary_size")
+    differing = [name for name in names if getattr(own, name) != getattr(theirs, name)]
+    if differing:
+        shown = ", ".join(
+            f"{name} {getattr(own, name)} against {getattr(theirs, name)}" for name in differing
+        )
+        return failed(
+            f"learner and server differ: {shown}",
+            f"restart the server with the learner's model: --model {learner}",
+        )
+    where = "the same directory" if server.resolve() == learner.resolve() else f"equal in {server}"
+    return ok(f"{own}; {where}")
+
+
+def _chat_template(directory: Path) -> str:
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = _read_json(directory / name).get("chat_template")
+        if template:
+            return json.dumps(template, sort_keys=True)
+    return ""
+
+
+def _image_processor(directory: Path) -> bytes:
+    settings = _read_json(directory / "preprocessor_config.json")
+    settings = settings or _read_json(directory / "processor_config.json").get("image_processor") or {}
+    return json.dumps(settings, sort_keys=True).encode() if settings else b""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return data if isinstance(data, dict) else {}
+
+
+def _hash_of(content: bytes) -> str | None:
+    return hashlib.sha256(content).hexdigest()[:_HASH_CHARACTERS] if content else None
+
+
+def check_parameters(
+    session: ServerSession, info: ServerInfo, manifest: Sequence[TensorSpec], timeout_s: float
+) -> Outcome[None]:
+    """Compares the learner's manifest with what the server says of itself."""
+    if not info.stock:
+        return compare_manifests(manifest, info.manifest)
+    keys = ask_state_keys(session, Deadline(timeout_s))
+    if not keys:
+        return warning(
+            "the stock server does not say which tensors it holds",
+            "nothing to write; the dry sync round below shows whether it takes the learner's",
+        )
+    return compare_names(manifest, keys)
+
+
+def compare_manifests(learner: Sequence[TensorSpec], server: Sequence[TensorSpec]) -> Outcome[None]:
+    """Names and shapes must agree; dtypes may differ, the learner then sends the server's."""
+    own, theirs = ({spec.name: spec for spec in side} for side in (learner, server))
+    differing = [
+        f"{name}: learner {_shape(own.get(name))}, server {_shape(theirs.get(name))}"
+        for name in sorted(own.keys() | theirs.keys())
+        if _shape(own.get(name)) != _shape(theirs.get(name))
+    ]
+    if differing:
+        return failed(f"{len(differing)} tensor(s) differ: {'; '.join(differing[:_NUM_SHOWN])}", _SAME_MODEL)
+    dtypes = _dtypes(learner), _dtypes(server)
+    num_parameters = sum(math.prod(spec.shape) for spec in learner)
+    found = f"{len(own)} tensors, {num_parameters / 1e6:.2f} M parameters: names and shapes equal"
+    if dtypes[0] == dtypes[1]:
+        return ok(f"{found}; {dtypes[0]} on both sides")
+    return warning(
+        f"{found}; learner {dtypes[0]}, server {dtypes[1]}: weights are converted, and a canary cannot be compared",
+        f"start the server in the learner's dtype ({dtypes[0]}), or leave it: checksums prove the converted weights",
+    )
+
+
+def compare_names(learner: Sequence[TensorSpec], server_keys: Sequence[str]) -> Outcome[None]:
+    """vLLM's names against the learner's, fused as vLLM fuses them. Shapes and dtypes stay unknown."""
+    num_held = len(set(server_keys))
+    rest = differing_names((spec.name for spec in learner), server_keys)
+    if not rest:
+        return ok(
+            f"{len(learner)} tensors fill all {num_held} of vLLM's (q, k, v and gate, up fused); shapes and dtypes "
+            "cannot be asked of a stock server"
+        )
+    if len(rest) > num_held / 2:
+        return failed(f"{len(rest)} of {num_held} names differ, {rest[0]} for one", _SAME_MODEL)
+    return warning(
+        f"cannot be compared fully: vLLM names {len(rest)} tensor(s) otherwise, {', '.join(rest[:_NUM_SHOWN])} for one",
+        "nothing to write; the dry sync round below shows whether the server takes the weights",
+    )
+
+
+def _shape(spec: TensorSpec | None) -> str:
+    return "none" if spec is None else "x".join(map(str, spec.shape)) or "scalar"
+
+
+def _dtypes(manifest: Sequence[TensorSpec]) -> str:
+    return ", ".join(sorted({spec.dtype for spec in manifest}))

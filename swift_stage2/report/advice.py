@@ -1,44 +1,37 @@
 """Says what holds a run back and which knob would help, by how much, and why. Pure.
 
-The first finding names the resource that binds; the others follow in the order of what they usually cost.
+The first bottleneck is the resource that binds; the others follow in the order of what they usually cost.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from swift_stage2.report.content import seconds
-from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.knob_values import (
-    ROUNDS_SHARE,
-    servers_needed,
-    sustained_b_ratio,
-    sync_every_steps_needed,
-    window_needed,
-)
-from swift_stage2.report.verdict import ChannelPace, Speed
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.speed import Speed, trained_steps
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.summary import RunSummary
 
 SLOWDOWN = 0.03
 """Of steps beside rollouts; more than this is told."""
-
-
 MISSED_SHARE = 0.05
 """Of wanted B steps; the first one comes before any pack."""
+ROUNDS_SHARE = 0.05
+"""Of the training part; more than this is worth a knob."""
 
 
-class Resource(StrEnum):
-    """What a run is short of."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The present settings, None where the run did not write them down."""
 
-    LEARNER = "the learner"
-    ROLLOUTS = "the rollouts"
-    PREPARATION = "preparation on the CPU"
-    ROUNDS = "sync rounds"
-    WINDOW = "the version window"
-    PRODUCTION = "production"
-    SERVERS = "proven servers"
-    INTERFERENCE = "interference"
+    b_ratio: float | None = None
+    sync_every_steps: int | None = None
+    version_window: int | None = None
+    num_servers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,181 +39,203 @@ class Advice:
     """One knob to turn, and the arithmetic that says how far. ``present`` is None where it is not known."""
 
     knob: str
-    present: str | None
+    present: float | None
     proposed: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Bottleneck:
     """One thing that holds the run back."""
 
-    resource: Resource
     sentence: str
     advice: tuple[Advice, ...] = ()
 
 
-def findings(speed: Speed | None, course: Course, knobs: Knobs) -> tuple[Finding, ...]:
+PostSteps = tuple[float, float] | None
+"""Lower and upper decile of what a POST takes, in steps; None without POSTs."""
+
+
+def bottlenecks(
+    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
+) -> Iterator[Bottleneck]:
     """What binds first, if the speed and the steps it was reached in are known; then what else costs something."""
-    return (
-        *(_of_speed(speed, course, knobs) if speed and course.num_steps else ()),
-        *_missing_packs(speed, course, knobs),
-        *_servers(course),
+    if speed and summary.num_steps:
+        yield _binding(speed, summary, knobs)
+        if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
+            yield _rounds(speed, summary, knobs)
+        for pace in speed.paces:
+            if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
+                yield Bottleneck(
+                    f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
+                    f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
+                    "own."
+                )
+    yield from _missing_packs(speed, summary, knobs, post_steps)
+    if missed := summary.skips.get("servers_suspect", 0):
+        yield Bottleneck(
+            f"{missed} wanted B steps found no server that was proven; the log says what became of them."
+        )
+    if errors := summary.server_errors:
+        yield Bottleneck(
+            f"Rounds could not prove a server {sum(errors.values())} times, mostly: {next(iter(errors))}."
+        )
+
+
+def knobs_of(run: RunData) -> Knobs:
+    """The settings; the window also from the ledger, which has always held it."""
+    prefetch = ("stage2_ab", "channel_b", "prefetch")
+    servers = run.setting("rollout", "servers")
+    window = run.number_setting(*prefetch, "version_window")
+    if window is None:
+        starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
+        window = starts[-1]["version_window"] if starts else None
+    return Knobs(
+        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
+        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
+        version_window=window,
+        num_servers=len(servers) if isinstance(servers, list) and servers else None,
     )
 
 
-def _of_speed(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Finding]:
-    yield _binding(speed, course, knobs)
-    if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
-        yield _rounds(speed, course, knobs)
-    for pace in speed.paces:
-        if pace.slowdown is not None and pace.slowdown > SLOWDOWN:
-            yield _interference(pace)
+def post_steps_of(run: RunData) -> PostSteps:
+    """From an answered POST's seconds and the median step."""
+    posts = [
+        record["seconds"]
+        for record in run.ledger_records
+        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
+    ]
+    steps = [step.seconds for step in trained_steps(run.first)] if run.first else []
+    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
+        return None
+    deciles = statistics.quantiles(posts, n=10, method="inclusive")
+    return deciles[0] / step_s, deciles[-1] / step_s
 
 
-def _binding(speed: Speed, course: Course, knobs: Knobs) -> Finding:
+# --- what a knob would have to be set to ----------------------------------------------------------
+
+
+def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
+    """The highest share of B steps that these rollouts feed, at this run's step times; rounded down to 1/100."""
+    return min(1.0, math.floor(_sustained_share(speed, summary) * 100) / 100)
+
+
+def servers_needed(speed: Speed, num_servers: int) -> int | None:
+    """With how many servers the learner would bind; None if the pipeline's other work alone takes too long."""
+    asking = speed.working_s["asking"]
+    left = speed.learner_s - (speed.rollouts_s - asking)
+    return math.ceil(asking * num_servers / left) if left > 0 else None
+
+
+def sync_every_steps_needed(round_s: float, step_s: float) -> int:
+    """From how many steps on a round of ``round_s`` takes ``ROUNDS_SHARE`` of the time."""
+    return math.ceil(round_s * (1 - ROUNDS_SHARE) / (ROUNDS_SHARE * step_s))
+
+
+def _sustained_share(speed: Speed, summary: RunSummary) -> float:
+    return summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s
+
+
+# --- what holds the run back ----------------------------------------------------------------------
+
+
+def _binding(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
     learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
     if speed.learner_binds:
-        return Finding(
-            Resource.LEARNER,
+        return Bottleneck(
             f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}.",
-            tuple(_more_b(speed, course, knobs)),
+            _b_ratio(speed, summary, knobs, upwards=True),
         )
+    less_b = _b_ratio(speed, summary, knobs, upwards=False)
     asking = speed.working_s["asking"]
     if asking >= speed.rollouts_s - asking:
-        return Finding(
-            Resource.ROLLOUTS,
+        return Bottleneck(
             f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
             f"needs {learner}.",
-            (*_more_servers(speed, knobs), *_less_b(speed, course, knobs)),
+            (*_more_servers(speed, knobs.num_servers), *less_b),
         )
-    name, most = max(
-        ((name, spent) for name, spent in speed.working_s.items() if name != "asking"),
-        key=lambda item: item[1],
-    )
-    return Finding(
-        Resource.PREPARATION,
-        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {seconds(most)}; the "
-        f"learner needs {learner}.",
-        tuple(_less_b(speed, course, knobs)),
+    others = {name: spent for name, spent in speed.working_s.items() if name != "asking"}
+    name = max(others, key=others.__getitem__)
+    return Bottleneck(
+        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes "
+        f"{seconds(others[name])}; the learner needs {learner}.",
+        less_b,
     )
 
 
-def _more_b(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Advice]:
-    if speed.rollouts_s and (ratio := sustained_b_ratio(speed, course)) > _wanted_ratio(course, knobs):
-        yield _b_ratio(speed, course, knobs, f"up to {ratio:g}")
-
-
-def _less_b(speed: Speed, course: Course, knobs: Knobs) -> Iterator[Advice]:
-    if speed.rollouts_s and (ratio := sustained_b_ratio(speed, course)) < _wanted_ratio(course, knobs):
-        yield _b_ratio(speed, course, knobs, f"{ratio:g}")
-
-
-def _wanted_ratio(course: Course, knobs: Knobs) -> float:
-    return course.num_b_wanted / course.num_steps if knobs.b_ratio is None else knobs.b_ratio
-
-
-def _b_ratio(speed: Speed, course: Course, knobs: Knobs, proposed: str) -> Advice:
-    return Advice(
-        "stage2_ab.schedule.b_ratio",
-        _text(knobs.b_ratio),
-        proposed,
-        f"the rollouts sustain {_ratio_arithmetic(speed, course)}",
+def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) -> tuple[Advice, ...]:
+    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one."""
+    if not speed.rollouts_s:
+        return ()
+    ratio = sustained_b_ratio(speed, summary)
+    wanted = summary.num_b_wanted / summary.num_steps if knobs.b_ratio is None else knobs.b_ratio
+    if ratio == wanted or (ratio > wanted) != upwards:
+        return ()
+    why = (
+        f"the rollouts sustain {summary.num_b_run} of {summary.num_steps} steps × {seconds(speed.learner_s)} / "
+        f"{seconds(speed.rollouts_s)} = {_sustained_share(speed, summary):.3f}"
     )
+    proposed = f"up to {ratio:g}" if upwards else f"{ratio:g}"
+    return (Advice("stage2_ab.schedule.b_ratio", knobs.b_ratio, proposed, why),)
 
 
-def _ratio_arithmetic(speed: Speed, course: Course) -> str:
-    return (
-        f"{course.num_b_run} of {course.num_steps} steps × {seconds(speed.learner_s)} / {seconds(speed.rollouts_s)} = "
-        f"{course.num_b_run / course.num_steps * speed.learner_s / speed.rollouts_s:.3f}"
+def _more_servers(speed: Speed, num_servers: int | None) -> tuple[Advice, ...]:
+    needed = None if num_servers is None else servers_needed(speed, num_servers)
+    if num_servers is None or needed is None or needed <= num_servers:
+        return ()
+    asking = speed.working_s["asking"]
+    why = (
+        f"asking takes {seconds(asking)} × {num_servers} server(s), and the learner's {seconds(speed.learner_s)} less "
+        f"{seconds(speed.rollouts_s - asking)} of other work are there for it"
     )
+    return (Advice("rollout.servers", num_servers, str(needed), why),)
 
 
-def _more_servers(speed: Speed, knobs: Knobs) -> Iterator[Advice]:
-    if knobs.num_servers is None:
-        return
-    needed, rest = servers_needed(speed, knobs.num_servers), speed.rollouts_s - speed.working_s["asking"]
-    if needed is not None and needed > knobs.num_servers:
-        yield Advice(
-            "rollout.servers",
-            str(knobs.num_servers),
-            str(needed),
-            f"asking takes {seconds(speed.working_s['asking'])} × {knobs.num_servers} server(s), and the learner's "
-            f"{seconds(speed.learner_s)} less {seconds(rest)} of other work are there for it",
-        )
-
-
-def _rounds(speed: Speed, course: Course, knobs: Knobs) -> Finding:
-    share = speed.rounds_s / speed.wall_s
+def _rounds(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
+    num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
     sentence = (
-        f"Sync rounds take {share:.0%} of the training part: {course.num_rounds} in {course.num_steps} steps."
+        f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
+        f"{summary.num_steps} steps."
     )
-    if not course.num_rounds or not speed.steps_s:
-        return Finding(Resource.ROUNDS, sentence)
-    needed = sync_every_steps_needed(speed, course)
+    if not num_rounds or not speed.steps_s:
+        return Bottleneck(sentence)
+    round_s, step_s = speed.rounds_s / num_rounds, speed.steps_s / summary.num_steps
+    needed = sync_every_steps_needed(round_s, step_s)
     if knobs.sync_every_steps is not None and needed <= knobs.sync_every_steps:
-        return Finding(Resource.ROUNDS, sentence)  # the first round alone, in a short run
-    advice = Advice(
-        "stage2_ab.channel_b.prefetch.sync_every_steps",
-        _text(knobs.sync_every_steps),
-        str(needed),
-        f"a round takes {seconds(speed.rounds_s / course.num_rounds)} and a step "
-        f"{seconds(speed.steps_s / course.num_steps)}; once in {needed} steps that is {ROUNDS_SHARE:.0%}",
+        return Bottleneck(sentence)  # the first round alone, in a short run
+    why = (
+        f"a round takes {seconds(round_s)} and a step {seconds(step_s)}; once in {needed} steps that is "
+        f"{ROUNDS_SHARE:.0%}"
     )
-    return Finding(Resource.ROUNDS, sentence, (advice,))
+    knob = "stage2_ab.channel_b.prefetch.sync_every_steps"
+    return Bottleneck(sentence, (Advice(knob, knobs.sync_every_steps, str(needed), why),))
 
 
-def _missing_packs(speed: Speed | None, course: Course, knobs: Knobs) -> Iterator[Finding]:
-    missed = course.skips.get("not_enough_packs", 0)
-    if missed and course.num_stale:
-        yield _window(missed, course, knobs)
-    elif missed > MISSED_SHARE * course.num_b_wanted and (speed is None or speed.learner_binds):
-        yield Finding(
-            Resource.PRODUCTION,
-            f"{missed} of {course.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
+def _missing_packs(
+    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
+) -> Iterator[Bottleneck]:
+    missed = summary.skips.get("not_enough_packs", 0)
+    num_stale = int(summary.totals["packs_dropped_stale"] + summary.totals["segments_dropped_stale"])
+    if missed and num_stale:
+        sentence = f"{missed} wanted B steps lacked packs while {num_stale} packs and segments went stale."
+        yield Bottleneck(sentence, _window(knobs, post_steps))
+    elif missed > MISSED_SHARE * summary.num_b_wanted and (speed is None or speed.learner_binds):
+        yield Bottleneck(
+            f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
             "too slow for this share, or began too late.",
-            tuple(_less_b(speed, course, knobs)) if speed else (),
+            _b_ratio(speed, summary, knobs, upwards=False) if speed else (),
         )
 
 
-def _window(missed: int, course: Course, knobs: Knobs) -> Finding:
-    sentence = f"{missed} wanted B steps lacked packs while {course.num_stale} packs and segments went stale."
-    if knobs.version_window is None or knobs.sync_every_steps is None or course.post_steps is None:
-        return Finding(Resource.WINDOW, sentence)
-    quick, slow = course.post_steps
-    needed = window_needed(course, knobs.sync_every_steps, knobs.version_window)
-    advice = Advice(
-        "stage2_ab.channel_b.prefetch.version_window",
-        str(knobs.version_window),
-        str(needed),
+def _window(knobs: Knobs, post_steps: PostSteps) -> tuple[Advice, ...]:
+    """A window in which POSTs of such unlike lengths all arrive fresh: arrivals spread over at most its steps."""
+    window, every = knobs.version_window, knobs.sync_every_steps
+    if window is None or every is None or post_steps is None:
+        return ()
+    quick, slow = post_steps
+    why = (
         f"POSTs take {quick:.1f} to {slow:.1f} steps; arrivals may spread over version_window × sync_every_steps = "
-        f"{knobs.version_window} × {knobs.sync_every_steps} steps",
+        f"{window} × {every} steps"
     )
-    return Finding(Resource.WINDOW, sentence, (advice,))
-
-
-def _servers(course: Course) -> Iterator[Finding]:
-    missed = course.skips.get("servers_suspect", 0)
-    if missed:
-        yield Finding(
-            Resource.SERVERS,
-            f"{missed} wanted B steps found no server that was proven; the log says what became of them.",
-        )
-    if course.num_servers_failed:
-        yield Finding(
-            Resource.SERVERS,
-            f"Rounds could not prove a server {course.num_servers_failed} times, mostly: {course.main_server_error}.",
-        )
-
-
-def _interference(pace: ChannelPace) -> Finding:
-    assert pace.busy_s is not None
-    return Finding(
-        Resource.INTERFERENCE,
-        f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
-        f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their own.",
-    )
-
-
-def _text(value: float | int | None) -> str | None:
-    return None if value is None else f"{value:g}"
+    needed = max(window + 1, math.ceil((slow - quick + 1) / every))
+    return (Advice("stage2_ab.channel_b.prefetch.version_window", window, str(needed), why),)

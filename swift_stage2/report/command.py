@@ -9,19 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from swift_stage2.errors import UserError
+from swift_stage2.report.content import Headline, Section, Sentence, Table, Tone
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
-from swift_stage2.report.report import Report, report_of
+from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.terminal import terminal_report
 from swift_stage2.telemetry.trace import merge_traces, trace_files, write_trace
 from swift_stage2.terminal import standard_output
 from swift_stage2.terminal.parser import CommandParser
@@ -53,19 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 
-def _tell(report: Report, options: argparse.Namespace) -> None:
+def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(report), indent=2))
-        output = options.output
-    else:
-        Console().print(terminal_report(report.sections))
-        output = options.output or options.run_dir[-1] / _PAGE
-    if output is not None:
-        write_page(output, page(report))
-        if not options.json:
-            print(f"page: {output}")
-    if not options.json:
-        _merge_traces(options.run_dir[-1])
+        if options.output is not None:
+            write_page(options.output, page(report))
+        return
+    Console().print(terminal_report(report.sections))
+    output = options.output or options.run_dir[-1] / _PAGE
+    write_page(output, page(report))
+    print(f"page: {output}")
+    _merge_traces(options.run_dir[-1])
 
 
 def _merge_traces(run_dir: Path) -> None:
@@ -81,18 +82,16 @@ def _merge_traces(run_dir: Path) -> None:
         print(f"trace: {path}, for ui.perfetto.dev")
 
 
-def _facts(report: Report) -> dict[str, Any]:
+def _facts(report: RunReport) -> dict[str, Any]:
     """The account as it always was; the rest by section, as the terminal tells it."""
     account = report.account
-    facts: dict[str, Any] = asdict(account) if account else {}
-    facts |= {
+    return (asdict(account) if account else {}) | {
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
+        "selection": [asdict(found) for found in report.comparisons],
+        "speed": report.speed.facts if report.speed else None,
+        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
     }
-    facts["selection"] = [asdict(found) for found in report.comparisons]
-    facts["speed"] = report.speed.facts if report.speed else None
-    facts["sections"] = {section.key: [asdict(part) for part in section.parts] for section in report.sections}
-    return facts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,3 +134,36 @@ def _at_least_zero(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"a number of matches is 0 or more, got {text}")
     return number
+
+
+_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
+
+
+def terminal_report(sections: Iterable[Section]) -> RenderableType:
+    """Every number that stands outside of charts."""
+    return Group(*(line for section in sections for line in _section(section)))
+
+
+def _section(section: Section) -> Iterator[RenderableType]:
+    yield Text(f"\n{section.title}", style="bold")
+    for part in section.parts:
+        match part:
+            case Sentence():
+                yield Text(part.text, style=_STYLES[part.tone])
+            case Headline():
+                yield _table(part.table)
+            case Table():
+                yield _table(part)
+
+
+def _table(table: Table) -> RichTable:
+    shown = RichTable(
+        title=Text(table.title), title_justify="left", min_width=len(table.title), box=box.SQUARE
+    )
+    last = len(table.headings) - 1
+    for number, heading in enumerate(table.headings):
+        is_words = number == 0 or (number == last and table.ends_in_words)
+        shown.add_column(Text(heading), justify="left" if is_words else "right", overflow="fold")
+    for number, row in enumerate(table.rows):
+        shown.add_row(*(Text(cell) for cell in row), style=_STYLES[table.tones.get(number, Tone.PLAIN)])
+    return shown

@@ -1,17 +1,23 @@
-"""What a report says, free of any form: sections of sentences, tables and charts. Rendered by ``terminal``, ``page``.
+"""Sections of sentences, tables and charts: a report free of any form. Rendered by ``command`` and ``page``.
 
 One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
+
+MOST_POINTS = 300
+"""Of one series."""
+ItemT = TypeVar("ItemT")
 
 
 class Tone(StrEnum):
-    """What a reader should feel about a sentence or a row."""
+    """The weight of a sentence or a row; both forms colour it."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -86,13 +92,10 @@ class Chart:
     def table(self) -> Table:
         """The drawn numbers, a row per place on the x axis."""
         columns = [
-            column
+            (name, dict(zip(series.x, values, strict=True)))
             for series in self.series
-            for column in (
-                (series.name, dict(zip(series.x, series.y, strict=True))),
-                *((("from", dict(zip(series.x, series.low, strict=True))),) if series.low else ()),
-                *((("to", dict(zip(series.x, series.high, strict=True))),) if series.high else ()),
-            )
+            for name, values in ((series.name, series.y), ("from", series.low), ("to", series.high))
+            if values or name == series.name
         ]
         places = sorted({place for series in self.series for place in series.x})
         rows = tuple(
@@ -157,13 +160,29 @@ def share(part: float, whole: float) -> str:
 
 def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
     """Without what is absent, and without tables and charts that hold nothing."""
-    return tuple(part for part in parts if part is not None and not _is_empty(part))
+    return tuple(
+        part
+        for part in parts
+        if part is not None
+        and not (isinstance(part, Table) and not part.rows)
+        and not (isinstance(part, Chart) and not any(series.x for series in part.series))
+    )
 
 
-def _is_empty(part: Part) -> bool:
-    match part:
-        case Table():
-            return not part.rows
-        case Chart():
-            return not any(series.x for series in part.series)
-    return False
+def grouped(points: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """Neighbours in at most ``MOST_POINTS`` groups of one size."""
+    size = max(1, -(-len(points) // MOST_POINTS))
+    return [points[begin : begin + size] for begin in range(0, len(points), size)]
+
+
+def thinned(
+    points: Sequence[tuple[float, float]], summary: Callable[[Sequence[float]], float] = statistics.fmean
+) -> list[tuple[float, float]]:
+    """At most ``MOST_POINTS``: the ``summary`` of each group of neighbours, at its first place."""
+    return [(group[0][0], summary([value for _, value in group])) for group in grouped(points)]
+
+
+def sampled(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most ``MOST_POINTS`` of a total that only grows, and the last."""
+    kept = [group[0] for group in grouped(points)]
+    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
 
-from swift_stage2.report.matches import Box, Match
+from swift_stage2.config import MatchingConfig
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    Tone,
+    filled,
+    number,
+)
+from swift_stage2.report.matches import Box, LoggedMatch
+from swift_stage2.report.run_data import RunData
 
 MOST_ANSWERS = 24
 """Of one image, the newest: the pairs of answers grow with their square."""
+_MANY_LAGS = 24
+_FEW_BOXES = 30
 _Z = 1.959963984540054  # of a 95 % interval
-
 DEFINITION = (
     "A ground-truth box counts as changed when it is matched in only one of two answers to the same image, or when the "
     "two predicted boxes overlap with an IoU under the matching threshold; lag 0 is the noise of sampling."
@@ -43,30 +57,20 @@ class Drift:
         return self.num_changed / self.num_boxes
 
 
-def drift_of(matches: Iterable[Match], threshold: float) -> list[Drift]:
+def drift_of(matches: Iterable[LoggedMatch], threshold: float) -> list[Drift]:
     """A measurement per purpose and lag, in order; pairs of answers with unlike ground truth are left out."""
-    by_image: dict[tuple[str, int], list[Match]] = defaultdict(list)
+    by_image: dict[tuple[str, int], list[LoggedMatch]] = defaultdict(list)
     for match in matches:
         by_image[match.purpose, match.row].append(match)
-    counts: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    by_lag: dict[tuple[str, int], dict[int, tuple[int, int]]] = defaultdict(dict)
     for (purpose, row), answers in by_image.items():
         for one, other in combinations(sorted(answers, key=lambda match: match.time)[-MOST_ANSWERS:], 2):
             if one.truth != other.truth or one.space != other.space or not one.truth:
                 continue
-            changed, boxes = counts[purpose, abs(other.version - one.version)][row]
-            counts[purpose, abs(other.version - one.version)][row] = [
-                changed + num_changed(one, other, threshold),
-                boxes + len(one.truth),
-            ]
-    return [_drift(purpose, lag, counts[purpose, lag]) for purpose, lag in sorted(counts)]
-
-
-def num_changed(one: Match, other: Match, threshold: float) -> int:
-    """Ground-truth boxes whose partner differs between two answers."""
-    return sum(
-        _differ(mine, theirs, threshold)
-        for mine, theirs in zip(_partners(one), _partners(other), strict=True)
-    )
+            images = by_lag[purpose, abs(other.version - one.version)]
+            changed, boxes = images.get(row, (0, 0))
+            images[row] = changed + _num_changed(one, other, threshold), boxes + len(one.truth)
+    return [_drift(*key, list(by_lag[key].values())) for key in sorted(by_lag)]
 
 
 def iou(one: Box, other: Box) -> float:
@@ -100,22 +104,27 @@ def _design_effect(share: float, boxes: int, by_image: Sequence[tuple[int, int]]
     return max(1.0, images / (images - 1) * spread / boxes**2 / independent)
 
 
-def _drift(purpose: str, lag: int, by_image: Mapping[int, Sequence[int]]) -> Drift:
-    pairs = [(changed, size) for changed, size in by_image.values()]
-    changed, boxes = (sum(column) for column in zip(*pairs, strict=True))
-    low, high = interval(changed, boxes, pairs)
+def _drift(purpose: str, lag: int, by_image: Sequence[tuple[int, int]]) -> Drift:
+    changed, boxes = (sum(column) for column in zip(*by_image, strict=True))
+    low, high = interval(changed, boxes, by_image)
     return Drift(
         purpose=purpose,
         lag=lag,
         num_boxes=boxes,
         num_changed=changed,
-        num_images=len(pairs),
+        num_images=len(by_image),
         low=low,
         high=high,
     )
 
 
-def _partners(match: Match) -> list[Box | None]:
+def _num_changed(one: LoggedMatch, other: LoggedMatch, threshold: float) -> int:
+    """Ground-truth boxes whose partner differs between two answers."""
+    partners = zip(_partners(one), _partners(other), strict=True)
+    return sum(_differ(mine, theirs, threshold) for mine, theirs in partners)
+
+
+def _partners(match: LoggedMatch) -> list[Box | None]:
     """By ground-truth box, the predicted box that it was matched to."""
     partners: list[Box | None] = [None] * len(match.truth)
     for prediction, truth, _ in match.pairs:
@@ -131,3 +140,52 @@ def _differ(one: Box | None, other: Box | None, threshold: float) -> bool:
 
 def _area(box: Box) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
+
+
+def drift_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
+    """The share of boxes that change their partner, by version difference."""
+    threshold = run.number_setting("stage2_ab", "channel_b", "matching", "iou_threshold")
+    threshold = MatchingConfig().iou_threshold if threshold is None else threshold
+    found = drift_of(matches, threshold)
+    if not found:
+        return Section("drift", "Match drift", (Sentence(DEFINITION), Sentence("No image was asked twice.")))
+    if len(found) > _MANY_LAGS:  # the first ones and those that double
+        found = [one for one in found if one.lag <= 8 or one.lag & (one.lag - 1) == 0]
+    rows = tuple(
+        (
+            f"{one.purpose}, lag {one.lag}",
+            f"{one.share:.1%}",
+            f"{one.low:.1%} to {one.high:.1%}",
+            number(one.num_boxes),
+            number(one.num_images),
+        )
+        for one in found
+    )
+    by_purpose = {purpose: list(lags) for purpose, lags in groupby(found, key=lambda one: one.purpose)}
+    chart = Chart(
+        key="drift",
+        title="Boxes whose partner changed",
+        description="Percent of ground-truth boxes with another partner, by the difference of the two versions.",
+        x_title="version difference",
+        y_title="percent",
+        series=tuple(
+            Series(
+                purpose,
+                Mark.POINTS,
+                tuple(float(one.lag) for one in lags),
+                tuple(100 * one.share for one in lags),
+                tuple(100 * one.low for one in lags),
+                tuple(100 * one.high for one in lags),
+            )
+            for purpose, lags in by_purpose.items()
+        ),
+    )
+    headings = ("asked for", "changed", "95 % interval", "boxes", "images")
+    few = Sentence(f"Shares of fewer than {_FEW_BOXES} boxes say little: read their intervals.", Tone.WARN)
+    parts = [
+        Sentence(DEFINITION),
+        few if any(one.num_boxes < _FEW_BOXES for one in found) else None,
+        Table(f"Changed partners, matching threshold {threshold:g}", headings, rows),
+        chart,
+    ]
+    return Section("drift", "Match drift", filled(parts))

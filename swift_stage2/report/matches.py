@@ -17,7 +17,6 @@ Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in the match's space."""
 Key = tuple[int, int, int, int]
 """Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
-
 EVALUATION = "evaluation"
 _MOST = 2**53
 _MOST_CHARACTERS = 20_000  # of a text that is shown
@@ -32,7 +31,7 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class LoggedMatch:
     """One rollout against its ground truth."""
 
     time: float
@@ -69,13 +68,13 @@ class Match:
         return frozenset(range(len(self.predicted))) - {prediction for prediction, _, _ in self.pairs}
 
 
-def matches_of(records: Iterable[Record]) -> tuple[list[Match], int]:
+def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     """The matches of all ranks by time, and how many records had another form.
 
     A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
     counts once for every version.
     """
-    found: dict[tuple[int, str, Key, int], Match] = {}
+    found: dict[tuple[int, str, Key, int], LoggedMatch] = {}
     num_odd = 0
     for record in records:
         try:
@@ -87,17 +86,23 @@ def matches_of(records: Iterable[Record]) -> tuple[list[Match], int]:
     return sorted(found.values(), key=lambda match: match.time), num_odd
 
 
-def _match(record: Record) -> Match:
+def _match(record: Record) -> LoggedMatch:
     epoch, position, row, attempt = (int(number) for number in record["sample"])
     width, height = (int(side) for side in record["space"])
     truth, predicted = _objects(record["truth"]), _objects(record["predicted"])
     pairs = tuple((int(one), int(other), float(iou)) for one, other, iou in record["pairs"])
     version, moment = int(record["version"]), float(record["time"])
-    if width < 1 or height < 1 or not _refer_once(pairs, len(predicted), len(truth)):
-        raise ValueError("a space without area, or pairs of what is not there")
+    if width < 1 or height < 1:
+        raise ValueError("a space without area")
+    for numbers, limit in (
+        ([one for one, _, _ in pairs], len(predicted)),
+        ([t for _, t, _ in pairs], len(truth)),
+    ):
+        if len(set(numbers)) < len(numbers) or not all(0 <= number < limit for number in numbers):
+            raise ValueError("pairs of what is not there")
     if max(width, height, epoch, position, row, attempt, abs(version)) > _MOST or not math.isfinite(moment):
         raise ValueError("a number that no run comes to")
-    return Match(
+    return LoggedMatch(
         time=moment,
         rank=int(record["rank"]),
         sample=(epoch, position, row, attempt),
@@ -121,18 +126,9 @@ def _objects(found: Iterable[Mapping[str, Any]]) -> tuple[Labelled, ...]:
 
 def _box(sides: Iterable[float]) -> Box:
     x1, y1, x2, y2 = (float(side) for side in sides)
-    if not all(math.isfinite(side) for side in (x1, y1, x2, y2)):
+    if not all(map(math.isfinite, (x1, y1, x2, y2))):
         raise ValueError("a side that is not finite")
     return x1, y1, x2, y2
-
-
-def _refer_once(pairs: Iterable[tuple[int, int, float]], num_predicted: int, num_truth: int) -> bool:
-    pairs = tuple(pairs)
-    predictions, truths = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return all(
-        len(set(numbers)) == len(numbers) and all(0 <= number < limit for number in numbers)
-        for numbers, limit in ((predictions, num_predicted), (truths, num_truth))
-    )
 
 
 def _text(value: Any) -> str:

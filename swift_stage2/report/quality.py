@@ -1,79 +1,139 @@
-"""Adds up how good rollouts were, by the version that gave them. Pure.
+"""How good rollouts and evaluations were: precision, recall, F1 and mean IoU. Pure.
 
-From the ledger's ``matched`` records, which tell of every rollout that became a segment; from the matches where
-there is no ledger.
+By version, from the ledger's ``matched`` records, which tell of every rollout that became a segment; from the matches
+where there is no ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
-from swift_stage2.report.matches import Match
+from swift_stage2.records import match_ratios
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Table,
+    filled,
+    grouped,
+    number,
+    series_of,
+)
+from swift_stage2.report.matches import EVALUATION, LoggedMatch
+from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 
-
-@dataclass(slots=True, kw_only=True)
-class Quality:
-    """Counts over rollouts. A quotient is None where its denominator is zero."""
-
-    num_rollouts: int = 0
-    num_predictions: int = 0
-    num_truth: int = 0
-    num_pairs: int = 0
-    sum_iou: float = 0.0
-
-    @property
-    def precision(self) -> float | None:
-        """Matched share of predictions."""
-        return self.num_pairs / self.num_predictions if self.num_predictions else None
-
-    @property
-    def recall(self) -> float | None:
-        """Matched share of ground truth."""
-        return self.num_pairs / self.num_truth if self.num_truth else None
-
-    @property
-    def f1(self) -> float | None:
-        """Their harmonic mean."""
-        total = self.num_predictions + self.num_truth
-        return 2 * self.num_pairs / total if total else None
-
-    @property
-    def mean_iou(self) -> float | None:
-        """Of matched pairs."""
-        return self.sum_iou / self.num_pairs if self.num_pairs else None
-
-    def add(self, predictions: int, truth: int, pairs: int, sum_iou: float) -> None:
-        """One rollout."""
-        self.num_rollouts += 1
-        self.num_predictions += predictions
-        self.num_truth += truth
-        self.num_pairs += pairs
-        self.sum_iou += sum_iou
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_MOST_EVALUATIONS = 12
 
 
-def of_ledger(records: Iterable[Record]) -> dict[int, Quality]:
-    """By version, in order."""
-    found: dict[int, Quality] = {}
+class _Counts(NamedTuple):
+    """One rollout's."""
+
+    num_predictions: int
+    num_ground_truth: int
+    num_pairs: int
+    sum_iou: float
+
+
+_ByVersion = Mapping[int, Sequence[_Counts]]
+
+
+def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
+    """Match quality by version, and of evaluations by step."""
+    by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
+    versions = sorted(by_version)
+    evaluations = run.first.evaluations if run.first else []
+    parts: list[Part] = [
+        _halves(versions, by_version),
+        _chart(
+            "quality",
+            "Match quality of rollouts",
+            "Rollouts against ground truth before correction, by the version of the weights that gave them.",
+            "version",
+            [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
+        ),
+        _evaluations(evaluations),
+        _chart(
+            "evaluations",
+            "Evaluations",
+            "Greedy answers to the validation set, at the step at which each evaluation began.",
+            "step",
+            [(record["begun_step"], record["ratios"]) for record in evaluations],
+        ),
+    ]
+    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def _of_ledger(records: Iterable[Record]) -> _ByVersion:
+    found = defaultdict(list)
     for record in records:
         if record["kind"] == Entry.MATCHED:
             told = record["quality"]
-            found.setdefault(record["version"], Quality()).add(
-                told["num_predictions"], told["num_ground_truth"], told["num_pairs"], told["sum_iou"]
-            )
-    return dict(sorted(found.items()))
+            found[record["version"]].append(_Counts(*(told[name] for name in _Counts._fields)))
+    return found
 
 
-def of_matches(matches: Iterable[Match]) -> dict[int, Quality]:
-    """By version, in order."""
-    found: dict[int, Quality] = {}
+def _of_matches(matches: Iterable[LoggedMatch]) -> _ByVersion:
+    found = defaultdict(list)
     for match in matches:
-        found.setdefault(match.version, Quality()).add(
-            len(match.predicted),
-            len(match.truth),
-            len(match.pairs),
-            sum(iou for _, _, iou in match.pairs),
+        if match.purpose != EVALUATION:
+            ious = [iou for _, _, iou in match.pairs]
+            counts = _Counts(len(match.predicted), len(match.truth), len(ious), sum(ious))
+            found[match.version].append(counts)
+    return found
+
+
+def _ratios(versions: Iterable[int], by_version: _ByVersion) -> dict[str, float]:
+    rollouts = chain.from_iterable(by_version[version] for version in versions)
+    sums = [sum(column) for column in zip(*rollouts, strict=True)]
+    return match_ratios(**dict(zip(_Counts._fields, sums, strict=True)))
+
+
+def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
+    """The older half of the versions against the newer one, and all: the trend in numbers."""
+    parts = {"all versions": versions}
+    if len(versions) > 1:
+        middle = len(versions) // 2
+        for half in (versions[:middle], versions[middle:]):
+            parts[f"{half[0]} to {half[-1]}" if len(half) > 1 else str(half[0])] = half
+    rows = []
+    for name, members in parts.items() if versions else ():
+        ratios = _ratios(members, by_version)
+        num_rollouts = sum(len(by_version[version]) for version in members)
+        rows.append((name, *(number(ratios.get(measure)) for measure in _NAMES), number(num_rollouts)))
+    return Table("Rollouts before correction", ("version", *_NAMES.values(), "rollouts"), tuple(rows))
+
+
+def _evaluations(evaluations: Sequence[Record]) -> Table:
+    rows = tuple(
+        (
+            number(record["begun_step"]),
+            number(record["version"]),
+            f"{record['counts']['num_answered']} of {record['counts']['num_wanted']}",
+            *(number(record["ratios"].get(measure)) for measure in _NAMES),
+            str(record["end"]),
         )
-    return dict(sorted(found.items()))
+        for record in evaluations[-_MOST_EVALUATIONS:]
+    )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    return Table(title, ("step", "version", "answered", *_NAMES.values(), "end"), rows)
+
+
+def _chart(
+    key: str, title: str, description: str, x_title: str, points: Sequence[tuple[float, Mapping[str, float]]]
+) -> Chart:
+    by_measure = {
+        name: [(place, values[measure]) for place, values in points if measure in values]
+        for measure, name in _NAMES.items()
+    }
+    series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
+    return Chart(
+        key=key, title=title, description=description, x_title=x_title, y_title="0 to 1", series=series
+    )

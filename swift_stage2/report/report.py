@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_stage2.report.content import Section, Sentence, Tone, number
-from swift_stage2.report.fates import fates_of
-from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of
-from swift_stage2.report.ledger_section import ledger_section
-from swift_stage2.report.matches import Match, matches_of
-from swift_stage2.report.quarantine_table import with_quarantines
-from swift_stage2.report.rollout_sections import drift_section, fill_section, quality_section
-from swift_stage2.report.rounds_section import rounds_section
+from swift_stage2.report.account import account_section
+from swift_stage2.report.advice import knobs_of, post_steps_of
+from swift_stage2.report.content import Section, number
+from swift_stage2.report.drift import drift_section
+from swift_stage2.report.fill import fill_section
+from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, fates_of, gallery_of, gallery_section
+from swift_stage2.report.matches import matches_of
+from swift_stage2.report.quality import quality_section
 from swift_stage2.report.run_data import RunData
-from swift_stage2.report.selection import Comparison, compare, draws_of
-from swift_stage2.report.selection_section import selection_section
-from swift_stage2.report.step_sections import drops_section, queue_section, steps_section
-from swift_stage2.report.time_section import time_section
-from swift_stage2.report.verdict import Speed, slowest
-from swift_stage2.report.verdict_section import verdict_section
-from swift_stage2.report.work import course_of, knobs_of, works_of
+from swift_stage2.report.selection import Comparison, compare, draws_of, selection_section
+from swift_stage2.report.speed import Speed, slowest, works_of
+from swift_stage2.report.steps import (
+    drops_section,
+    queue_section,
+    rounds_section,
+    steps_section,
+    time_section,
+)
+from swift_stage2.report.verdict import verdict_section
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
-GALLERY_KEY = "gallery"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """Everything that is told of one run."""
 
     run_dirs: tuple[str, ...]
@@ -45,55 +45,40 @@ class Report:
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
 
-def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> Report:
+def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
     account = account_of(run.ledgers, run.witnesses) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
-    summary = summary_of(run.ranks)
-    works, course, knobs = works_of(run), course_of(run, summary), knobs_of(run)
-    speed = slowest(works)
+    summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
+    found = slowest(works)
+    speed = found if isinstance(found, Speed) else None
     comparisons = compare([draw for history in run.histories.values() for draw in draws_of(history)])
     fates = {rank: fates_of(history) for rank, history in run.histories.items()}
     gallery = gallery_of(matches, fates, gallery_size)
     sections = (
-        verdict_section(works, course, knobs),
+        verdict_section(works, summary, knobs, post_steps_of(run)),
         steps_section(run, summary),
-        time_section(run, speed.rank if isinstance(speed, Speed) else 0),
-        queue_section(run, knobs, summary),
+        time_section(run, speed.rank if speed else 0),
+        queue_section(run, knobs.version_window, summary),
         drops_section(summary),
         rounds_section(run, summary),
         quality_section(run, matches),
         drift_section(run, matches),
         selection_section(comparisons),
         fill_section(run),
-        with_quarantines(ledger_section(account, had_no_b=run.had_no_b), run.ranks),
-        _gallery_section(gallery, matches, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
+        account_section(account, run.ranks, had_no_b=run.had_no_b),
+        gallery_section(gallery, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
     )
-    return Report(
-        run_dirs=tuple(str(run_dir) for run_dir in run.run_dirs),
+    return RunReport(
+        run_dirs=tuple(map(str, run.run_dirs)),
         state=_state(run),
         sections=sections,
         gallery=gallery,
         account=account,
         comparisons=comparisons,
-        speed=speed if isinstance(speed, Speed) else None,
+        speed=speed,
         is_balanced=account.is_balanced if account else run.had_no_b,
     )
-
-
-def _gallery_section(gallery: Gallery, matches: Sequence[Match], num_odd: int) -> Section:
-    sentences = [
-        Sentence(
-            f"{number(len(gallery.pictures))} of {number(len(matches))} matches, the newest first."
-            if matches
-            else "The run wrote no matches."
-        )
-    ]
-    if num_odd:
-        sentences.append(
-            Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)
-        )
-    return Section(GALLERY_KEY, "Gallery", tuple(sentences))
 
 
 def _state(run: RunData) -> str:

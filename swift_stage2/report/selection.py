@@ -4,25 +4,33 @@ A pipeline that drops what is late could train on easy images only, and no loss 
 the number of objects, the pixels and the tokens of the rollout: are the samples that were given up unlike those that
 were trained, and are the draws whose rollout was thrown away unlike those that were used? Answered by the two-sided
 Mann-Whitney U test (Mann and Whitney, 1947) with correction for ties; the limit on p is divided by the number of tests
-(Bonferroni). Read from ledgers; called by ``report``.
+(Bonferroni). Read from ledgers.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from scipy.stats import mannwhitneyu
 
+from swift_stage2.report.content import Part, Section, Sentence, Table, Tone
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 
 _FEWEST = 8  # in each group, below which no test is made
 _LIMIT_ON_P = 0.05
-Place = tuple[int, int]
+_REMEDIES = {
+    "stale": "raise prefetch.version_window or prefetch.sync_every_steps",
+    "overflow": "lower prefetch.prefetch_target_packs",
+    "timed_out": "raise rollout.request_timeout_s or lower rollout.decoding.max_new_tokens",
+    "aborted": "write rollout.sync.on_pending: wait",
+    "failed": "read the servers' logs",
+    str(Entry.QUARANTINED): "see its reasons above; too_slow ends with a longer rollout.request_timeout_s",
+}
 
 
 class Trait(StrEnum):
@@ -53,13 +61,8 @@ class Draw:
 
     def value(self, trait: Trait) -> int | None:
         """The trait, None where it never became known."""
-        match trait:
-            case Trait.OBJECTS:
-                return self.num_objects
-            case Trait.PIXELS:
-                return self.num_pixels
-            case Trait.ROLLOUT_TOKENS:
-                return self.num_rollout_tokens
+        known: int | None = getattr(self, f"num_{trait.name.lower()}")
+        return known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class Comparison:
 
 def draws_of(records: Iterable[Record]) -> list[Draw]:
     """The draws that ended, of one rank's effective history."""
-    open_draws: dict[Place, Draw] = {}
+    open_draws: dict[tuple[int, int], Draw] = {}
     ended: list[Draw] = []
     for record in records:
         kind = record["kind"]
@@ -133,16 +136,6 @@ def warnings(comparisons: Iterable[Comparison]) -> Iterator[str]:
             f"{found.others.quartiles[1]:g} against {found.trained.quartiles[1]:g}, p={found.p_value:.1g}; most ended "
             f"{found.main_end}: {_REMEDIES.get(found.main_end or '', 'see the ledger for its messages')}"
         )
-
-
-_REMEDIES = {
-    "stale": "raise prefetch.version_window or prefetch.sync_every_steps",
-    "overflow": "lower prefetch.prefetch_target_packs",
-    "timed_out": "raise rollout.request_timeout_s or lower rollout.decoding.max_new_tokens",
-    "aborted": "write rollout.sync.on_pending: wait",
-    "failed": "read the servers' logs",
-    str(Entry.QUARANTINED): "see its reasons above; too_slow ends with a longer rollout.request_timeout_s",
-}
 
 
 def _tell(draw: Draw, record: Record, number: int) -> bool:
@@ -189,11 +182,41 @@ def _test(mine: Sequence[int], theirs: Sequence[int]) -> tuple[float | None, flo
 
 
 def _group(values: Sequence[int], size: int) -> Group:
-    known = len(values)
-    quartiles = None
-    if known == 1:
-        quartiles = (float(values[0]),) * 3
-    elif known:
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        quartiles = (low, middle, high)
-    return Group(size=known, unknown=size - known, quartiles=quartiles)
+    quartiles = tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist()) if values else None
+    return Group(size=len(values), unknown=size - len(values), quartiles=quartiles)
+
+
+def selection_section(comparisons: Iterable[Comparison]) -> Section:
+    """Comparisons without anybody on the other side are left out; one sentence if that leaves none."""
+    met = [found for found in comparisons if found.others.size + found.others.unknown]
+    parts: list[Part] = [Sentence("selection: nothing was dropped or given up")]
+    if met:
+        headings = ("against", "by", "issued", "trained", "the others", "others larger", "p")
+        tones = {index: Tone.WARN for index, found in enumerate(met) if found.differs}
+        told = [Sentence(f"! {sentence}", Tone.WARN) for sentence in warnings(met)]
+        parts = [
+            Table("Selection: median (quartiles) × number", headings, tuple(map(_row, met)), tones),
+            *(told or [Sentence("selection: no difference beyond chance", Tone.GOOD)]),
+        ]
+    return Section("selection", "Whom the run trained", tuple(parts))
+
+
+def _row(found: Comparison) -> tuple[str, ...]:
+    return (
+        str(found.level),
+        str(found.trait),
+        _shown(found.issued),
+        _shown(found.trained),
+        _shown(found.others),
+        "–" if found.share_larger is None else f"{found.share_larger:.0%} of pairs",
+        "too few" if found.p_value is None else f"{found.p_value:.2g}",
+    )
+
+
+def _shown(group: Group) -> str:
+    unknown = f", {group.unknown} unknown" if group.unknown else ""
+    if group.quartiles is None:
+        return f"– × 0{unknown}"
+    low, middle, high = group.quartiles
+    spread = "" if low == high else f" ({low:g}..{high:g})"
+    return f"{middle:g}{spread} × {group.size}{unknown}"

@@ -1,188 +1,125 @@
-"""Compares a run with the same work done inline and with the best that overlap can give. Pure.
-
-Of one rank, over the training part of its main thread:
-
-    S       steps, at the pace of quiet ones        R       sync rounds
-    P       the pipeline's work for the packs that were trained          W       what the training part took
-    inline = S + R + P      ideal = max(S + R, P)      speed-up = inline / W      bound = inline / ideal
-    fraction = speed-up / bound = ideal / W
-
-``docs/design/report.md`` gives the reasons.
-"""
+"""The verdict in words: how fast, how far from the best, what binds, which knobs, and the sums behind it. Pure."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
-from swift_stage2.report.steps_over_time import TrainedStep
-
-WORKING = ("reading", "asking", "preparing", "packing")
-"""Activities of the pipeline thread that an inline run would have to do as well."""
-FEWEST_QUIET = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    """What one rank did."""
-
-    rank: int
-    steps: Sequence[TrainedStep]
-    syncing_s: float
-    pipeline_s: Mapping[str, float] | None
-    """The pipeline thread's seconds by activity; None without its clock."""
-    packs_made: int
-    packs_trained: int
+from swift_stage2.report.advice import Bottleneck, Knobs, PostSteps, bottlenecks
+from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
+from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest
+from swift_stage2.telemetry.recorders import UnusedB
+from swift_stage2.telemetry.summary import RunSummary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelPace:
-    """What a step of one channel costs when nothing disturbs it."""
+def verdict_section(
+    works: Sequence[RankWork], summary: RunSummary, knobs: Knobs, post_steps: PostSteps = None
+) -> Section:
+    """The first section of every report."""
+    speed = slowest(works)
+    known = speed if isinstance(speed, Speed) else None
+    found = list(bottlenecks(known, summary, knobs, post_steps))
+    unused = UnusedB(
+        num_wanted=summary.num_b_wanted,
+        num_run=summary.num_b_run,
+        skips=Counter(summary.skips),
+        num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
+        num_proven=summary.num_rounds_committed,
+        errors=Counter(summary.server_errors),
+    ).describe()
+    parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
+    if known:
+        parts += [_headline(known, summary), *_cautions(known)]
+    else:
+        parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
+    parts += [*(Sentence(each.sentence) for each in found), _advice(found)]
+    if known:
+        parts += [_sums(known), _ranks(works) if len(works) > 1 else None]
+    return Section("verdict", "Verdict", filled(parts))
 
-    channel: str
-    num_steps: int
-    num_quiet: int
-    quiet_s: float
-    """Median of the quiet steps, or the lower quartile of all if fewer than ``FEWEST_QUIET`` were quiet."""
-    busy_s: float | None
-    """Median of the others; None if they are too few."""
 
-    @property
-    def is_estimate(self) -> bool:
-        """Whether too few steps were quiet."""
-        return self.num_quiet < FEWEST_QUIET
-
-    @property
-    def slowdown(self) -> float | None:
-        """By what share steps beside rollouts are slower; None if that was not measured."""
-        if self.is_estimate or self.busy_s is None or not self.quiet_s:
-            return None
-        return self.busy_s / self.quiet_s - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """One rank's comparison; all in seconds."""
-
-    rank: int
-    paces: tuple[ChannelPace, ...]
-    rounds_s: float
-    working_s: Mapping[str, float]
-    """The pipeline's work by activity, for the packs that were trained."""
-    wall_s: float
-
-    @property
-    def steps_s(self) -> float:
-        """S."""
-        return sum(pace.num_steps * pace.quiet_s for pace in self.paces)
-
-    @property
-    def learner_s(self) -> float:
-        """S + R: what the main thread would take if nothing disturbed it."""
-        return self.steps_s + self.rounds_s
-
-    @property
-    def rollouts_s(self) -> float:
-        """P."""
-        return sum(self.working_s.values())
-
-    @property
-    def inline_s(self) -> float:
-        """One after another."""
-        return self.learner_s + self.rollouts_s
-
-    @property
-    def ideal_s(self) -> float:
-        """Side by side without any loss."""
-        return max(self.learner_s, self.rollouts_s)
-
-    @property
-    def speed_up(self) -> float:
-        """Measured."""
-        return self.inline_s / self.wall_s
-
-    @property
-    def bound(self) -> float:
-        """Amdahl's, from this run's own times."""
-        return self.inline_s / self.ideal_s
-
-    @property
-    def fraction(self) -> float:
-        """Of the bound that was reached."""
-        return self.ideal_s / self.wall_s
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """Every number, by name."""
-        names = (
-            "steps_s",
-            "rounds_s",
-            "rollouts_s",
-            "inline_s",
-            "ideal_s",
-            "wall_s",
-            "speed_up",
-            "bound",
-            "fraction",
+def _headline(speed: Speed, summary: RunSummary) -> Headline:
+    once = "over the same work done one after another, from this run's own times"
+    most = "the most that overlap can give (Amdahl), from this run's own times"
+    return Headline(
+        (
+            ("speed-up, computed", f"{speed.speed_up:.2f} ×", once),
+            ("bound", f"{speed.bound:.2f} ×", most),
+            ("reached", f"{min(1.0, speed.fraction):.0%}", "of the bound"),
+            ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
-        return {"rank": self.rank} | {name: getattr(self, name) for name in names}
-
-    @property
-    def learner_binds(self) -> bool:
-        """Whether the rollouts would have had time left."""
-        return self.learner_s > self.rollouts_s
-
-
-def measure(work: RankWork) -> Speed | str:
-    """One rank's comparison, or what is missing for it."""
-    if not work.steps or not sum(step.seconds for step in work.steps):
-        return "no step was timed: a run of two steps or more tells"
-    if not any(step.channel == "B" for step in work.steps):
-        return "no step trained on channel B, so nothing ran side by side"
-    if work.pipeline_s is None:
-        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
-    if not work.packs_made:
-        return "no pack was made"
-    share = work.packs_trained / work.packs_made
-    return Speed(
-        rank=work.rank,
-        paces=tuple(paces_of(work.steps)),
-        rounds_s=work.syncing_s,
-        working_s={name: work.pipeline_s.get(name, 0.0) * share for name in WORKING},
-        wall_s=sum(step.seconds for step in work.steps) + work.syncing_s,
     )
 
 
-def slowest(works: Iterable[RankWork]) -> Speed | str:
-    """The comparison of the rank whose training part took longest, or what is missing for one."""
-    found = [measure(work) for work in works]
-    speeds = [speed for speed in found if isinstance(speed, Speed)]
-    if speeds:
-        return max(speeds, key=lambda speed: speed.wall_s)
-    return next((reason for reason in found if isinstance(reason, str)), "there is no audit of a rank")
+def _cautions(speed: Speed) -> Iterator[Sentence]:
+    if estimated := [pace.channel for pace in speed.paces if pace.is_estimate]:
+        yield Sentence(
+            f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} "
+            "ran without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
+            Tone.WARN,
+        )
+    if round(speed.fraction, 3) > 1:  # the error of the estimate, which nobody should read as a gain
+        cause = (
+            "a step costs what the median one does, and some were quicker"
+            if speed.learner_binds
+            else "rollouts were also made outside of the steps, as before the first one or while a checkpoint was saved"
+        )
+        yield Sentence(
+            f"The figures come to {speed.fraction:.1%} of the bound, which nothing can pass: {cause}. Read it as the "
+            f"whole bound, {speed.bound:.2f} ×, to within {speed.fraction - 1:.1%}.",
+            Tone.WARN,
+        )
 
 
-def paces_of(steps: Sequence[TrainedStep]) -> list[ChannelPace]:
-    """A pace per channel that trained."""
-    return [
-        _pace(channel, [step for step in steps if step.channel == channel])
-        for channel in sorted({step.channel for step in steps})
-    ]
+def _advice(found: Iterable[Bottleneck]) -> Table:
+    rows = tuple(
+        (each.knob, "not recorded" if each.present is None else f"{each.present:g}", each.proposed, each.why)
+        for bottleneck in found
+        for each in bottleneck.advice
+    )
+    return Table("What would help", ("knob", "now", "try", "because"), rows, ends_in_words=True)
 
 
-def _pace(channel: str, steps: Sequence[TrainedStep]) -> ChannelPace:
-    quiet = [step.seconds for step in steps if step.is_quiet]
-    busy = [step.seconds for step in steps if not step.is_quiet]
-    enough = len(quiet) >= FEWEST_QUIET
-    return ChannelPace(
-        channel=channel,
-        num_steps=len(steps),
-        num_quiet=len(quiet),
-        quiet_s=statistics.median(quiet) if enough else _lower_quartile([step.seconds for step in steps]),
-        busy_s=statistics.median(busy) if len(busy) >= FEWEST_QUIET else None,
+def _sums(speed: Speed) -> Table:
+    work = ", ".join(f"{name} {seconds(spent)}" for name, spent in speed.working_s.items())
+    rows = (
+        *_paces(speed),
+        ("S, steps", seconds(speed.steps_s), "the sum of these"),
+        ("R, sync rounds", seconds(speed.rounds_s), "the main thread in rounds"),
+        ("P, rollouts", seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
+        ("inline", seconds(speed.inline_s), "S + R + P: one after another"),
+        ("ideal", seconds(speed.ideal_s), "max(S + R, P): side by side without loss"),
+        ("W, measured", seconds(speed.wall_s), "steps and rounds as they were"),
+        ("speed-up", f"{speed.speed_up:.2f} ×", "inline / W"),
+        ("bound", f"{speed.bound:.2f} ×", "inline / ideal"),
+        ("reached", f"{speed.fraction:.1%}", "speed-up / bound = ideal / W"),
+    )
+    return Table(
+        f"How it is computed, of rank {speed.rank}", ("part", "value", "how"), rows, ends_in_words=True
     )
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+def _paces(speed: Speed) -> Iterator[tuple[str, str, str]]:
+    for pace in speed.paces:
+        how = f"median of {pace.num_quiet} quiet steps"
+        if pace.is_estimate:
+            how = f"lower quartile of all: fewer than {FEWEST_QUIET} steps were quiet"
+        yield (
+            f"{pace.channel} steps",
+            seconds(pace.num_steps * pace.quiet_s),
+            f"{pace.num_steps} × {seconds(pace.quiet_s)}, the {how}",
+        )
+
+
+def _ranks(works: Iterable[RankWork]) -> Table:
+    rows = tuple(
+        (
+            str(speed.rank),
+            *map(seconds, (speed.steps_s, speed.rounds_s, speed.rollouts_s, speed.wall_s)),
+            f"{speed.speed_up:.2f} ×",
+            f"{min(1.0, speed.fraction):.0%}",
+        )
+        for work in works
+        if isinstance(speed := measure(work), Speed)
+    )
+    return Table("By rank", ("rank", "S", "R", "P", "W", "speed-up", "reached"), rows)

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 from row_files import ANSWER, make_image, make_row, write_rows
 
-from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
-from swift_stage2.dataset.picture import look_at
+from swift_stage2.dataset.picture import DrawnOn, apply_orientation, look_at
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import DatasetError, UserError
 

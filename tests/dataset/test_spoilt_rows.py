@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from row_files import make_image, make_row, write_rows
 
 from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
+from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import survey
 
 JSON = st.recursive(

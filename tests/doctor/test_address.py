@@ -10,7 +10,7 @@ from live_server import free_port
 
 from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.doctor import address
-from swift_stage2.doctor.finding import Verdict
+from swift_stage2.doctor.examination import Verdict
 from swift_stage2.errors import ConfigError
 
 KEY = "rollout.servers[0]"

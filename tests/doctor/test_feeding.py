@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.doctor.data import samples_per_pack
+from swift_stage2.doctor.examination import Verdict
 from swift_stage2.doctor.feeding import (
     Feeding,
     check_age,
@@ -18,7 +19,6 @@ from swift_stage2.doctor.feeding import (
     check_settings,
     recommended,
 )
-from swift_stage2.doctor.finding import Verdict
 
 # 4 packs of 5 samples on 2 ranks: 40 rollouts a B step, 10 a step; two servers of 16 in 4 s: 8 rollouts/s.
 FEEDING = Feeding(

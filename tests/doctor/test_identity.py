@@ -1,22 +1,35 @@
-"""Who answers on the port: wrong and odd servers, each with the exact fix."""
+"""Who answers on a server's port, and whether its model is the learner's: name, files, parameters."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, outputs
 from fake_rollout_server import output as wire_output
+from live_server import MODEL
 
 from swift_stage2.config import RolloutConfig, ServerConfig
-from swift_stage2.doctor.finding import Outcome, Verdict
-from swift_stage2.doctor.server_identity import ServerIdentity, check_identity, check_model
+from swift_stage2.doctor.examination import Outcome, Verdict
+from swift_stage2.doctor.server_identity import (
+    Fingerprint,
+    ServerIdentity,
+    check_identity,
+    check_model,
+    check_same_files,
+    compare_manifests,
+    compare_names,
+)
 from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import ServerInfo
+from swift_stage2.servers.protocol import ServerInfo, TensorSpec
 from swift_stage2.servers.session import ServerSession
+from swift_stage2.weights.stock_names import vllm_name
 
 KEY = "rollout.servers[0]"
+
 CORRECT = "end what listens there, or correct rollout.servers[0].base_url: it is no rollout server"
 
 
@@ -213,3 +226,130 @@ def test_rollouts_that_are_none_fail_with_their_fix(
     outcome = ask_model(server, "/models/stage1")
     assert outcome.verdict is Verdict.FAILED
     assert fix in outcome.fix
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def test_the_checkpoint_has_every_part() -> None:
+    found = Fingerprint.read(MODEL)
+    assert all((found.tokenizer, found.chat_template, found.image_processor, found.dtype))
+    assert (
+        found.vocabulary_size == json.loads((MODEL / "config.json").read_text())["text_config"]["vocab_size"]
+    )
+
+
+def test_the_same_directory_and_an_equal_copy(copy: Path) -> None:
+    assert "the same directory" in check_same_files(MODEL, MODEL).found
+    outcome = check_same_files(MODEL, copy)
+    assert outcome.verdict is Verdict.OK
+    assert f"equal in {copy}" in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("chat_template.jinja", "chat_template"),
+        ("tokenizer.json", "tokenizer"),
+        ("processor_config.json", "image_processor"),
+    ],
+)
+def test_a_changed_file_is_named(copy: Path, file: str, name: str) -> None:
+    if file.endswith(".jinja"):
+        (copy / file).write_text("other")
+    elif name == "tokenizer":
+        (copy / file).write_text((copy / file).read_text() + " ")
+    else:
+        settings = json.loads((copy / file).read_text())
+        settings["image_processor"]["min_pixels"] = 1
+        (copy / file).write_text(json.dumps(settings))
+    outcome = check_same_files(MODEL, copy)
+    assert outcome.verdict is Verdict.FAILED
+    assert outcome.found.startswith(f"learner and server differ: {name} ")
+    assert outcome.fix == f"restart the server with the learner's model: --model {MODEL}"
+
+
+def test_a_directory_that_cannot_be_looked_into_is_said_so(tmp_path: Path) -> None:
+    for place in (None, tmp_path / "absent"):
+        outcome = check_same_files(MODEL, place)
+        assert outcome.verdict is Verdict.NOT_CHECKED
+        assert "cannot be looked into" in outcome.found
+
+
+LAYER = "model.language_model.layers.0."
+
+LEARNER = [
+    TensorSpec("model.visual.patch_embed.proj.weight", (96, 3), "float32"),
+    TensorSpec("model.language_model.embed_tokens.weight", (1282, 128), "float32"),
+    *(TensorSpec(f"{LAYER}self_attn.{part}_proj.weight", (8, 8), "float32") for part in "qkvo"),
+    *(TensorSpec(f"{LAYER}mlp.{part}_proj.weight", (8, 8), "float32") for part in ("gate", "up", "down")),
+]
+
+VLLM = [
+    "visual.patch_embed.proj.weight",
+    "language_model.model.embed_tokens.weight",
+    "language_model.model.layers.0.self_attn.qkv_proj.weight",
+    "language_model.model.layers.0.self_attn.o_proj.weight",
+    "language_model.model.layers.0.mlp.gate_up_proj.weight",
+    "language_model.model.layers.0.mlp.down_proj.weight",
+]
+
+
+def with_dtype(dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(spec.name, spec.shape, dtype) for spec in LEARNER]
+
+
+def test_equal_manifests_are_counted() -> None:
+    outcome = compare_manifests(LEARNER, LEARNER)
+    assert outcome.verdict is Verdict.OK
+    assert "9 tensors" in outcome.found
+    assert "float32 on both sides" in outcome.found
+
+
+def test_another_shape_and_a_missing_tensor_are_named_with_both_sides() -> None:
+    other = [*LEARNER[1:-1], TensorSpec(LEARNER[-1].name, (8, 9), "float32")]
+    outcome = compare_manifests(LEARNER, other)
+    assert outcome.verdict is Verdict.FAILED
+    assert "2 tensor(s) differ" in outcome.found
+    assert f"{LAYER}mlp.down_proj.weight: learner 8x8, server 8x9" in outcome.found
+    assert "patch_embed.proj.weight: learner 96x3, server none" in outcome.found
+    assert outcome.fix == "start the server with the learner's model"
+
+
+def test_another_dtype_is_a_warning_because_weights_are_converted() -> None:
+    outcome = compare_manifests(LEARNER, with_dtype("bfloat16"))
+    assert outcome.verdict is Verdict.WARNING
+    assert "learner float32, server bfloat16" in outcome.found
+    assert "start the server in the learner's dtype (float32)" in outcome.fix
+
+
+def test_fused_names_fill_vllms() -> None:
+    outcome = compare_names(LEARNER, VLLM)
+    assert outcome.verdict is Verdict.OK
+    assert "9 tensors fill all 6" in outcome.found
+    assert "cannot be asked" in outcome.found
+
+
+def test_experts_are_fused_over_their_numbers() -> None:
+    assert vllm_name("model.layers.1.mlp.experts.7.up_proj.weight") == "layers.1.mlp.experts.w13_weight"
+    assert vllm_name("model.layers.1.mlp.experts.7.down_proj.weight") == "layers.1.mlp.experts.w2_weight"
+
+
+def test_a_tied_head_is_no_difference() -> None:
+    assert compare_names(LEARNER, [*VLLM, "language_model.lm_head.weight"]).verdict is Verdict.OK
+
+
+def test_a_name_that_only_one_side_has_is_told_as_not_fully_comparable() -> None:
+    outcome = compare_names(LEARNER, [*VLLM, "language_model.model.layers.0.mystery.weight"])
+    assert outcome.verdict is Verdict.WARNING
+    assert "cannot be compared fully" in outcome.found
+    assert "layers.0.mystery.weight" in outcome.found
+    assert outcome.fix
+
+
+def test_another_model_fails() -> None:
+    outcome = compare_names(LEARNER, ["transformer.h.0.attn.weight", "transformer.wte.weight"])
+    assert outcome.verdict is Verdict.FAILED
+    assert outcome.fix == "start the server with the learner's model"

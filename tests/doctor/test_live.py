@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -257,7 +258,7 @@ def test_a_push_that_hangs_is_a_failed_row_and_ends_the_process(
         raise Ended
 
     monkeypatch.setattr(WeightSync, "run", hang)
-    monkeypatch.setattr("swift_stage2.doctor.command._end_process", end)
+    monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(Ended):
         doctor(configure(server.base_url), "--live")
     assert ends == [1]

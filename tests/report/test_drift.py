@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.report.drift import MOST_ANSWERS, drift_of, interval, iou
-from swift_stage2.report.matches import Match, matches_of
+from swift_stage2.report.matches import LoggedMatch, matches_of
 
 THRESHOLD = 0.5
 HERE, NEAR, FAR = [0, 0, 10, 10], [0, 0, 10, 9], [50, 50, 60, 60]
 
 
-def answer(row: int, version: int, boxes: list[list[int] | None], **others: Any) -> Match:
+def answer(row: int, version: int, boxes: list[list[int] | None], **others: Any) -> LoggedMatch:
     """A box per ground-truth object, None where it was missed."""
     found = [box for box in boxes if box is not None]
     hit = [number for number, box in enumerate(boxes) if box is not None]

@@ -14,14 +14,20 @@ from PIL import Image
 from run_files import RunFiles, picture
 
 from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.report.fates import fates_of
-from swift_stage2.report.gallery import Gallery, gallery_of, outcomes_of
-from swift_stage2.report.matches import Match, matches_of
+from swift_stage2.report.gallery import (
+    MOST_SIDE,
+    Gallery,
+    UnreadableImage,
+    fates_of,
+    filters_of,
+    gallery_of,
+    thumbnail,
+)
+from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.thumbnail import MOST_SIDE, UnreadableImage, thumbnail
 
 
-def matches(tmp_path: Path, *each: dict[str, Any]) -> list[Match]:
+def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:
     run = RunFiles(tmp_path)
     run.start()
     for number, values in enumerate(each):
@@ -37,7 +43,7 @@ def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
 
 
 @pytest.mark.parametrize(
-    ("values", "outcomes"),
+    ("values", "filters"),
     [
         ({}, {"all right"}),
         ({"pairs": []}, {"has missed", "has false", "nothing found"}),
@@ -49,11 +55,9 @@ def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
         ({"dropped": {"invalid_box": 0}}, {"all right"}),
     ],
 )
-def test_outcomes_are_what_can_be_filtered_by(
-    tmp_path: Path, values: dict[str, Any], outcomes: set[str]
-) -> None:
+def test_filters_hold_by_what_was_matched(tmp_path: Path, values: dict[str, Any], filters: set[str]) -> None:
     (match,) = matches(tmp_path, values)
-    assert set(outcomes_of(match)) == outcomes
+    assert set(filters_of(match)) == filters
 
 
 def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:

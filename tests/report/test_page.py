@@ -14,7 +14,7 @@ from run_files import RunFiles, balanced_ledger, picture
 from swift_stage2.cli import main
 from swift_stage2.report.content import Chart, Headline, Sentence, Table
 from swift_stage2.report.page import page, write_page
-from swift_stage2.report.report import Report, report_of
+from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.audit import audit_path
 
@@ -50,11 +50,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def report(run_dir: Path) -> Report:
+def report(run_dir: Path) -> RunReport:
     return report_of(read_run([run_dir]))
 
 
-def sentences(found: Report, key: str) -> str:
+def sentences(found: RunReport, key: str) -> str:
     (section,) = (section for section in found.sections if section.key == key)
     return " ".join(part.text for part in section.parts if isinstance(part, Sentence))
 

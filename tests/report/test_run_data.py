@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
+from swift_stage2.report.content import MOST_POINTS, sampled, thinned
 from swift_stage2.report.matches import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.steps_over_time import sampled, syncing_seconds, thinned, trained_steps
+from swift_stage2.report.speed import trained_steps, works_of
 from swift_stage2.telemetry.rank_records import RankRecords
 
 
@@ -28,7 +29,8 @@ def test_the_length_of_every_step_is_that_of_its_training(tmp_path: Path) -> Non
         quiet_s = A_S if step.channel == "A" else B_S
         assert step.seconds == pytest.approx(quiet_s + (BUSY_S if beside else 0))
         assert step.is_quiet == (not beside and (step.step + 1) % 4 != 0)
-    assert syncing_seconds(records) == pytest.approx(11 * ROUND_S)
+    (work,) = works_of(read_run([tmp_path]))
+    assert work.syncing_s == pytest.approx(11 * ROUND_S)
     assert records.has_ended
 
 
@@ -103,11 +105,11 @@ def test_matches_of_another_form_are_counted(tmp_path: Path) -> None:
 
 
 def test_long_series_are_thinned_without_losing_their_sum_or_end() -> None:
-    points = [(float(n), float(n % 7)) for n in range(1000)]
-    few = thinned(points, most=100)
-    assert len(few) == 100
+    points = [(float(n), float(n % 7)) for n in range(10 * MOST_POINTS)]
+    few = thinned(points)
+    assert len(few) == MOST_POINTS
     assert sum(y for _, y in few) * 10 == pytest.approx(sum(y for _, y in points))
-    assert max(y for _, y in thinned(points, most=100, summary=max)) == 6
-    assert sampled(points, most=100)[-1] == points[-1]
+    assert max(y for _, y in thinned(points, max)) == 6
+    assert sampled(points)[-1] == points[-1]
     assert thinned(points[:3]) == points[:3]
     assert (thinned([]), sampled([])) == ([], [])

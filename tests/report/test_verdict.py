@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_stage2.report.advice import Resource, findings
-from swift_stage2.report.content import Headline, Sentence
-from swift_stage2.report.course import Course, Knobs
-from swift_stage2.report.knob_values import (
+from swift_stage2.report.advice import (
     ROUNDS_SHARE,
+    Knobs,
+    PostSteps,
+    bottlenecks,
     servers_needed,
     sustained_b_ratio,
     sync_every_steps_needed,
 )
-from swift_stage2.report.steps_over_time import TrainedStep
-from swift_stage2.report.verdict import FEWEST_QUIET, WORKING, RankWork, Speed, measure, paces_of, slowest
-from swift_stage2.report.verdict_section import verdict_section
+from swift_stage2.report.content import Headline, Sentence
+from swift_stage2.report.speed import (
+    FEWEST_QUIET,
+    WORKING,
+    RankWork,
+    Speed,
+    TrainedStep,
+    measure,
+    paces_of,
+    slowest,
+)
+from swift_stage2.report.verdict import verdict_section
+from swift_stage2.telemetry.summary import RunSummary, summary_of
 
 KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)
 
@@ -42,25 +54,35 @@ def work(
         rank=rank,
         steps=steps,
         syncing_s=syncing_s,
-        pipeline_s=pipeline_s,
+        pipeline_s=pipeline_s or {},
         packs_made=packs[0],
         packs_trained=packs[1],
     )
 
 
-def course(num_steps: int = 20, num_b_run: int = 10, num_rounds: int = 5, **others: object) -> Course:
-    values: dict[str, object] = {
+def summary(
+    num_steps: int = 20, num_b_run: int = 10, num_rounds: int = 5, num_stale: int = 0, **others: Any
+) -> RunSummary:
+    """All that advice reads of a run; nothing was skipped or failed, unless ``others`` say so."""
+    nothing = summary_of([])
+    values = {
         "num_steps": num_steps,
         "num_b_wanted": num_b_run,
         "num_b_run": num_b_run,
-        "skips": {},
-        "num_stale": 0,
-        "num_rounds": num_rounds,
-        "num_servers_failed": 0,
-        "main_server_error": None,
-        "post_steps": None,
+        "num_rounds_committed": num_rounds,
+        "totals": {**nothing.totals, "packs_dropped_stale": num_stale},
     }
-    return Course(**(values | others))  # type: ignore[arg-type]
+    return replace(nothing, **(values | others))
+
+
+def told_of(
+    speed: Speed | None, told: RunSummary, knobs: Knobs, post_steps: PostSteps = None
+) -> list[tuple[str, dict[str, str]]]:
+    """Sentence and proposed values of every bottleneck."""
+    return [
+        (found.sentence, {advice.knob: advice.proposed for advice in found.advice})
+        for found in bottlenecks(speed, told, knobs, post_steps)
+    ]
 
 
 def speed_of(work_: RankWork) -> Speed:
@@ -191,91 +213,82 @@ def test_the_ratio_proposed_is_one_that_the_rollouts_feed(work_: RankWork, num_b
     speed = measure(work_)
     assume(isinstance(speed, Speed) and speed.rollouts_s > 1e-6)
     assert isinstance(speed, Speed)
-    ratio = sustained_b_ratio(speed, course(num_steps=40, num_b_run=num_b_run))
+    ratio = sustained_b_ratio(speed, summary(num_steps=40, num_b_run=num_b_run))
     assert 0 <= ratio <= 1
     assert ratio / (num_b_run / 40) * speed.rollouts_s <= speed.learner_s * (1 + 1e-9)
 
 
-def test_rounds_once_in_the_steps_proposed_take_their_share() -> None:
-    speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 1.0}))
-    needed = sync_every_steps_needed(speed, course())
-    round_s, step_s = 2.0 / 5, 6.0 / 20
-    share = round_s / (round_s + needed * step_s)
-    assert share <= ROUNDS_SHARE
-    assert round_s / (round_s + (needed - 1) * step_s) > ROUNDS_SHARE
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_rounds_once_in_the_steps_proposed_take_their_share(round_s: float, step_s: float) -> None:
+    needed = sync_every_steps_needed(round_s, step_s)
+    assert round_s / (round_s + needed * step_s) <= ROUNDS_SHARE * (1 + 1e-9)
+    assert round_s / (round_s + (needed - 1) * step_s) >= ROUNDS_SHARE * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("pipeline_s", "resource", "knobs"),
+    ("pipeline_s", "binds", "knobs"),
     [
-        ({"asking": 3.0}, Resource.LEARNER, {"stage2_ab.schedule.b_ratio": "up to 1"}),
+        ({"asking": 3.0}, "The learner binds", {"stage2_ab.schedule.b_ratio": "up to 1"}),
         (
             {"asking": 8.0, "preparing": 1.0},
-            Resource.ROLLOUTS,
+            "The rollouts bind",
             {"rollout.servers": str(math.ceil(8 * 2 / 5)), "stage2_ab.schedule.b_ratio": "0.33"},
         ),
-        ({"asking": 2.0, "preparing": 7.0}, Resource.PREPARATION, {"stage2_ab.schedule.b_ratio": "0.33"}),
+        (
+            {"asking": 2.0, "preparing": 7.0},
+            "Preparation on the CPU binds",
+            {"stage2_ab.schedule.b_ratio": "0.33"},
+        ),
     ],
 )
 def test_what_binds_is_named_with_its_knob(
-    pipeline_s: dict[str, float], resource: Resource, knobs: dict[str, str]
+    pipeline_s: dict[str, float], binds: str, knobs: dict[str, str]
 ) -> None:
-    first, *_ = findings(speed_of(work(TEN_AND_TEN, pipeline_s=pipeline_s)), course(), KNOBS)
-    assert first.resource is resource
+    speed = speed_of(work(TEN_AND_TEN, pipeline_s=pipeline_s))
+    first, *_ = bottlenecks(speed, summary(), KNOBS, None)
+    assert first.sentence.startswith(binds)
     assert {advice.knob: advice.proposed for advice in first.advice} == knobs
     assert all(advice.present is not None and advice.why for advice in first.advice)
 
 
-def test_every_other_loss_is_a_finding_of_its_own() -> None:
+def test_every_other_loss_is_told_by_itself() -> None:
     steps = TEN_AND_TEN + [step("A", 0.25, is_quiet=False)] * 10
     speed = speed_of(work(steps, syncing_s=2.0, pipeline_s={"asking": 1.0}))
-    told = course(
+    told = summary(
         num_steps=30,
         skips={"not_enough_packs": 4, "servers_suspect": 1},
         num_stale=7,
-        num_servers_failed=2,
-        main_server_error="connection refused",
-        post_steps=(3.0, 13.5),
+        server_errors={"connection refused": 2},
     )
-    found = findings(speed, told, KNOBS)
-    assert [finding.resource for finding in found] == [
-        Resource.LEARNER,
-        Resource.ROUNDS,
-        Resource.INTERFERENCE,
-        Resource.WINDOW,
-        Resource.SERVERS,
-        Resource.SERVERS,
-    ]
-    advice = {
-        advice.knob.rsplit(".", 1)[-1]: advice.proposed for finding in found for advice in finding.advice
-    }
+    found = told_of(speed, told, KNOBS, (3.0, 13.5))
+    parts = ["learner binds", "rounds take", "slower beside", "went stale", "proven;", "connection refused"]
+    assert [part in sentence for part, (sentence, _) in zip(parts, found, strict=True)] == [True] * len(parts)
+    advice = {knob.rsplit(".", 1)[-1]: value for _, knobs in found for knob, value in knobs.items()}
     assert advice["version_window"] == "3"  # ceil((13.5 - 3 + 1) / 4)
     assert int(advice["sync_every_steps"]) > 4
-    assert "connection refused" in found[-1].sentence
 
 
 def test_no_larger_share_of_b_is_proposed_where_the_wanted_one_was_not_fed() -> None:
     speed = speed_of(work(TEN_AND_TEN, pipeline_s={"asking": 5.0}))
-    told = course(num_b_wanted=14, skips={"not_enough_packs": 4})
-    wanted = Knobs(b_ratio=0.7, sync_every_steps=4, version_window=2, num_servers=2)
-    binds, missing = findings(speed, told, wanted)
-    assert (binds.resource, binds.advice) == (Resource.LEARNER, ())
-    assert missing.resource is Resource.PRODUCTION
-    assert [advice.proposed for advice in missing.advice] == ["0.6"]  # 10 of 20 × 6 / 5
-    (without,) = findings(None, told, wanted)
-    assert (without.resource, without.advice) == (Resource.PRODUCTION, ())
+    told = summary(num_b_wanted=14, skips={"not_enough_packs": 4})
+    wanted = replace(KNOBS, b_ratio=0.7)
+    (binds, nothing), (missing, proposed) = told_of(speed, told, wanted)
+    assert ("learner binds" in binds, nothing) == (True, {})
+    assert "production was too slow" in missing
+    assert proposed == {"stage2_ab.schedule.b_ratio": "0.6"}  # 10 of 20 × 6 / 5
+    ((without, nothing),) = told_of(None, told, wanted)
+    assert ("production was too slow" in without, nothing) == (True, {})
 
 
 def test_a_run_without_settings_still_gets_sentences() -> None:
-    unknown = Knobs(b_ratio=None, sync_every_steps=None, version_window=None, num_servers=None)
     speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
-    found = findings(speed, course(skips={"not_enough_packs": 1}, num_stale=1), unknown)
-    assert {advice.present for finding in found for advice in finding.advice} == {None}
+    found = bottlenecks(speed, summary(skips={"not_enough_packs": 1}, num_stale=1), Knobs(), None)
+    assert {advice.present for each in found for advice in each.advice} == {None}
 
 
 def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
-    (finding,) = findings(None, course(skips={"servers_suspect": 3}), KNOBS)
-    assert finding.resource is Resource.SERVERS
+    ((sentence, _),) = told_of(None, summary(skips={"servers_suspect": 3}), KNOBS)
+    assert "3 wanted B steps found no server" in sentence
 
 
 @pytest.mark.parametrize(
@@ -284,7 +297,7 @@ def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
 )
 def test_more_than_the_bound_is_told_as_the_bound_with_the_reason(pipeline_s: float, cause: str) -> None:
     steps = [step("A", 1.0)] * 6 + [step("A", 0.5)] * 5 + [step("B", 1.0)] * 6 + [step("B", 0.5)] * 5
-    section = verdict_section([work(steps, pipeline_s={"asking": pipeline_s})], course(), KNOBS)
+    section = verdict_section([work(steps, pipeline_s={"asking": pipeline_s})], summary(), KNOBS)
     headline = next(part for part in section.parts if isinstance(part, Headline))
     assert ("reached", "100%", "of the bound") in headline.numbers
     told = [part.text for part in section.parts if isinstance(part, Sentence)]
@@ -292,7 +305,7 @@ def test_more_than_the_bound_is_told_as_the_bound_with_the_reason(pipeline_s: fl
 
 
 def test_a_run_at_its_bound_needs_no_explanation() -> None:
-    section = verdict_section([work(TEN_AND_TEN, pipeline_s={"asking": 4.0})], course(), KNOBS)
+    section = verdict_section([work(TEN_AND_TEN, pipeline_s={"asking": 4.0})], summary(), KNOBS)
     assert not [
         part for part in section.parts if isinstance(part, Sentence) and "nothing can pass" in part.text
     ]

@@ -1,0 +1,255 @@
+"""Compares a run with the same work done inline and with the best that overlap can give. Pure.
+
+Of one rank, over the training part of its main thread:
+
+    S       steps, at the pace of quiet ones        R       sync rounds
+    P       the pipeline's work for the packs that were trained          W       what the training part took
+    inline = S + R + P      ideal = max(S + R, P)      speed-up = inline / W      bound = inline / ideal
+    fraction = speed-up / bound = ideal / W
+
+``docs/design/report.md`` gives the reasons.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swift_stage2.report.run_data import RunData
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.rank_records import RankRecords
+
+WORKING = ("reading", "asking", "preparing", "packing")
+"""Activities of the pipeline thread that an inline run would have to do as well."""
+FEWEST_QUIET = 5
+_FACTS = (
+    "steps_s",
+    "rounds_s",
+    "rollouts_s",
+    "inline_s",
+    "ideal_s",
+    "wall_s",
+    "speed_up",
+    "bound",
+    "fraction",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step's cost on this rank's main thread, without rounds, saving and evaluating."""
+
+    step: int
+    channel: str
+    seconds: float
+    is_quiet: bool
+    """No rollout was in flight when it began and when it ended, and no round ran at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """The work of one rank."""
+
+    rank: int
+    steps: Sequence[TrainedStep]
+    syncing_s: float
+    pipeline_s: Mapping[str, float]
+    """The pipeline thread's seconds by activity; empty without its clock."""
+    packs_made: int
+    packs_trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelPace:
+    """The cost of one channel's step when nothing disturbs it."""
+
+    channel: str
+    num_steps: int
+    num_quiet: int
+    quiet_s: float
+    """Median of the quiet steps, or the lower quartile of all if fewer than ``FEWEST_QUIET`` were quiet."""
+    busy_s: float | None
+    """Median of the others; None if they are too few."""
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether too few steps were quiet."""
+        return self.num_quiet < FEWEST_QUIET
+
+    @property
+    def slowdown(self) -> float | None:
+        """By what share steps beside rollouts are slower; None if that was not measured."""
+        if self.is_estimate or self.busy_s is None or not self.quiet_s:
+            return None
+        return self.busy_s / self.quiet_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """One rank's comparison; all in seconds."""
+
+    rank: int
+    paces: tuple[ChannelPace, ...]
+    rounds_s: float
+    working_s: Mapping[str, float]
+    """The pipeline's work by activity, for the packs that were trained."""
+    wall_s: float
+
+    @property
+    def steps_s(self) -> float:
+        """S."""
+        return sum(pace.num_steps * pace.quiet_s for pace in self.paces)
+
+    @property
+    def learner_s(self) -> float:
+        """S + R: the main thread's time if nothing disturbed it."""
+        return self.steps_s + self.rounds_s
+
+    @property
+    def rollouts_s(self) -> float:
+        """P."""
+        return sum(self.working_s.values())
+
+    @property
+    def learner_binds(self) -> bool:
+        """Whether the rollouts would have had time left."""
+        return self.learner_s > self.rollouts_s
+
+    @property
+    def inline_s(self) -> float:
+        """One after another."""
+        return self.learner_s + self.rollouts_s
+
+    @property
+    def ideal_s(self) -> float:
+        """Side by side without any loss."""
+        return max(self.learner_s, self.rollouts_s)
+
+    @property
+    def speed_up(self) -> float:
+        """Measured."""
+        return self.inline_s / self.wall_s
+
+    @property
+    def bound(self) -> float:
+        """Amdahl's, from this run's own times."""
+        return self.inline_s / self.ideal_s
+
+    @property
+    def fraction(self) -> float:
+        """Of the bound that was reached."""
+        return self.ideal_s / self.wall_s
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Every number, by name."""
+        return {"rank": self.rank} | {name: getattr(self, name) for name in _FACTS}
+
+
+def works_of(run: RunData) -> list[RankWork]:
+    """Every rank's work up to its last metrics record, which alone tells of the pipeline; all of it without one."""
+    works = []
+    for records in run.ranks:
+        last: Record = records.metrics[-1] if records.metrics else {}
+        known = records.until(last["time"]) if last else records
+        numbers = last.get("numbers", {})
+        works.append(
+            RankWork(
+                rank=records.rank,
+                steps=trained_steps(known),
+                syncing_s=sum(_spent(step, Activity.SYNCING) for step in known.steps.values()),
+                pipeline_s=in_seconds(last.get("pipeline_ns")),
+                packs_made=int(numbers.get("packs_made", 0)),
+                packs_trained=int(numbers.get("packs_trained", 0)),
+            )
+        )
+    return works
+
+
+def trained_steps(records: RankRecords) -> list[TrainedStep]:
+    """Every step whose successor was recorded by the same process; the last one's end is not known.
+
+    A step's record is written when its plan is made and tells the main thread's time since the record before. So the
+    training of step *s* is told by the record of *s* + 1, and a round by the record of the step before which it ran.
+    """
+    begins = {start["step"] for start in records.starts}
+    steps = [records.steps[number] for number in sorted(records.steps)]
+    return [
+        TrainedStep(
+            step=mine["step"],
+            channel=mine["channel"],
+            seconds=_spent(following, Activity.BUSY, Activity.WAITING),
+            is_quiet=not (
+                mine["infer_in_flight"] or following["infer_in_flight"] or _spent(following, Activity.SYNCING)
+            ),
+        )
+        for mine, following in pairwise(steps)
+        if following["step"] == mine["step"] + 1 and following["step"] not in begins
+    ]
+
+
+def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by activity; empty without a clock."""
+    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
+
+
+def slowest(works: Iterable[RankWork]) -> Speed | str:
+    """The comparison of the rank whose training part took longest, or what is missing for one."""
+    found = [measure(work) for work in works]
+    speeds = [speed for speed in found if isinstance(speed, Speed)]
+    if speeds:
+        return max(speeds, key=lambda speed: speed.wall_s)
+    return next((reason for reason in found if isinstance(reason, str)), "there is no audit of a rank")
+
+
+def measure(work: RankWork) -> Speed | str:
+    """One rank's comparison, or what is missing for it."""
+    training_s = sum(step.seconds for step in work.steps)
+    if not training_s:
+        return "no step was timed: a run of two steps or more tells"
+    if not any(step.channel == "B" for step in work.steps):
+        return "no step trained on channel B, so nothing ran side by side"
+    if not work.pipeline_s:
+        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
+    if not work.packs_made:
+        return "no pack was made"
+    share = work.packs_trained / work.packs_made
+    return Speed(
+        rank=work.rank,
+        paces=tuple(paces_of(work.steps)),
+        rounds_s=work.syncing_s,
+        working_s={name: work.pipeline_s.get(name, 0.0) * share for name in WORKING},
+        wall_s=training_s + work.syncing_s,
+    )
+
+
+def paces_of(steps: Sequence[TrainedStep]) -> list[ChannelPace]:
+    """A pace per channel that trained."""
+    return [
+        _pace(channel, [step for step in steps if step.channel == channel])
+        for channel in sorted({step.channel for step in steps})
+    ]
+
+
+def _pace(channel: str, steps: Sequence[TrainedStep]) -> ChannelPace:
+    quiet = [step.seconds for step in steps if step.is_quiet]
+    busy = [step.seconds for step in steps if not step.is_quiet]
+    enough = len(quiet) >= FEWEST_QUIET
+    return ChannelPace(
+        channel=channel,
+        num_steps=len(steps),
+        num_quiet=len(quiet),
+        quiet_s=statistics.median(quiet) if enough else _lower_quartile([step.seconds for step in steps]),
+        busy_s=statistics.median(busy) if len(busy) >= FEWEST_QUIET else None,
+    )
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+def _spent(step: Record, *activities: Activity) -> float:
+    return float(sum(step["activity_ns"].get(activity, 0) for activity in activities) / NANOSECONDS)

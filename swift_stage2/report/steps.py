@@ -1,0 +1,252 @@
+"""The steps of a run: what was wanted and what ran, the queue, drops, where time went, sync rounds. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from swift_stage2.report.content import (
+    Chart,
+    Limit,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    Tone,
+    filled,
+    number,
+    pairs,
+    sampled,
+    seconds,
+    series_of,
+    share,
+    thinned,
+)
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.speed import in_seconds
+from swift_stage2.telemetry.activity import NANOSECONDS
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.summary import RunSummary
+
+
+def steps_section(run: RunData, summary: RunSummary) -> Section:
+    """What was wanted and what ran."""
+    rows = {
+        "optimizer steps": number(summary.num_steps),
+        "B wanted": number(summary.num_b_wanted),
+        "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
+        "B skipped": number(sum(summary.skips.values())),
+    }
+    rows |= {f"B skipped: {reason}": number(count) for reason, count in summary.skips.items()}
+    parts: list[Part] = [pairs("Steps", rows)]
+    if differing := summary.num_disagreements:
+        parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
+    parts += _gaps(run, summary)
+    if run.first and summary.num_b_wanted:
+        parts.append(_wanted_and_run(run.first))
+    return Section("steps", "What was wanted and what ran", filled(parts))
+
+
+def _gaps(run: RunData, summary: RunSummary) -> Iterator[Sentence]:
+    """What is missing in the audit that all of the page but the account of samples is made from."""
+    if not any(records.starts or records.steps for records in run.ranks):
+        yield Sentence(
+            "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told.",
+            Tone.WARN,
+        )
+    if summary.missing_ranks:
+        missing = ", ".join(map(str, summary.missing_ranks))
+        yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
+    if lost := summary.num_records_lost:
+        yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
+
+
+def _wanted_and_run(first: RankRecords) -> Chart:
+    steps = [first.steps[number] for number in sorted(first.steps)]
+    wanted = accumulate(int(step["wants_b"]) for step in steps)
+    ran = accumulate(int(step["channel"] == "B") for step in steps)
+    return Chart(
+        key="wanted",
+        title="B steps, wanted and run",
+        description="How many B steps the schedule had wanted, and how many had run, up to each step.",
+        x_title="step",
+        y_title="B steps so far",
+        series=tuple(
+            series_of(
+                name,
+                Mark.STAIRS,
+                sampled([(step["step"], total) for step, total in zip(steps, totals, strict=True)]),
+            )
+            for name, totals in (("wanted", wanted), ("run", ran))
+        ),
+    )
+
+
+def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
+    """Ready packs and the age of what was trained."""
+    numbers = sorted({number for records in run.ranks for number in records.steps})
+    every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
+    depths = [(s[0]["step"], min(step["queue_depth"] for step in s)) for s in every]
+    lags = [
+        (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
+    ]
+    limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
+    packs = Chart(
+        key="queue",
+        title="Ready packs",
+        description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
+        "a point is the least of several steps.",
+        x_title="step",
+        y_title="packs",
+        series=(series_of("ready packs", Mark.STAIRS, thinned(depths, min)),),
+        limits=_limits("queue_limit", limit),
+    )
+    age = Chart(
+        key="lag",
+        title="Version lag",
+        description="Versions between the learner and the oldest pack that a B step trained. In a long run "
+        "a point is the most of several steps.",
+        x_title="step",
+        y_title="versions",
+        series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, max)),),
+        limits=_limits("version_window", version_window),
+    )
+    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    counts = pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
+    found = filled([packs if lags or limit else None, age, counts])
+    return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
+
+
+def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
+    return () if value is None else (Limit(name, value),)
+
+
+def drops_section(summary: RunSummary) -> Section:
+    """What was lost on the way, by cause."""
+    table = pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
+    return Section("drops", "Drops", filled([table]) or (Sentence("Nothing was dropped.", Tone.GOOD),))
+
+
+def time_section(run: RunData, shown_rank: int) -> Section:
+    """Where the main thread's and the pipeline's time went; the charts show ``shown_rank``."""
+    last = {records.rank: records.metrics[-1] for records in run.ranks if records.metrics}
+    main = {rank: (in_seconds(record["activity_ns"]), record["wall_ns"]) for rank, record in last.items()}
+    pipeline = {
+        rank: (spent, record.get("pipeline_wall_ns", 0))
+        for rank, record in last.items()
+        if (spent := in_seconds(record.get("pipeline_ns")))
+    }
+    shown = next((records for records in run.ranks if records.rank == shown_rank), None)
+    parts: list[Part | None] = [
+        _activities("Main thread, seconds by activity", main),
+        _main_thread(shown) if shown else None,
+        _activities("Pipeline thread, seconds by activity", pipeline),
+        _pipeline(shown) if shown else None,
+        None if pipeline else Sentence("The pipeline thread has no clock in this run."),
+    ]
+    return Section("time", "Where time went", filled(parts))
+
+
+def _activities(title: str, ranks: Mapping[int, tuple[Mapping[str, float], int]]) -> Table:
+    names = _spending([spent for spent, _ in ranks.values()])
+    rows = []
+    for rank, (spent, wall_ns) in ranks.items():
+        total = sum(spent.values())
+        values = (f"{spent.get(name, 0):.2f}{share(spent.get(name, 0), total)}" for name in names)
+        rows.append((str(rank), *values, f"{total:.2f}", f"{wall_ns / NANOSECONDS:.2f}"))
+    return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
+
+
+def _spending(every: Sequence[Mapping[str, float]]) -> list[str]:
+    """Activities that took any time."""
+    return list(dict.fromkeys(name for spent in every for name, value in spent.items() if value))
+
+
+def _main_thread(records: RankRecords) -> Chart:
+    begins = {start["step"] for start in records.starts}
+    steps = [records.steps[number] for number in sorted(records.steps) if number not in begins]
+    return Chart(
+        key="main_thread",
+        title=f"Main thread of rank {records.rank}, seconds per step",
+        description="Seconds of the main thread from one plan to the next, by activity, one on top of another.",
+        x_title="step",
+        y_title="seconds",
+        series=_stack([(step["step"], in_seconds(step["activity_ns"])) for step in steps]),
+    )
+
+
+def _pipeline(records: RankRecords) -> Chart:
+    told = [
+        (record["step"], spent)
+        for record in records.metrics
+        if record["step"] is not None and (spent := in_seconds(record.get("pipeline_ns")))
+    ]
+    shares = []
+    for (_, before), (step, after) in pairwise(told):
+        elapsed = sum(after.values()) - sum(before.values())
+        if elapsed > 0:
+            shares.append(
+                (step, {name: 100 * (after[name] - before.get(name, 0)) / elapsed for name in after})
+            )
+    return Chart(
+        key="pipeline",
+        title=f"Pipeline thread of rank {records.rank}, share of time",
+        description="What the pipeline thread did between two logging steps, in percent of its time.",
+        x_title="step",
+        y_title="percent",
+        series=_stack(shares),
+    )
+
+
+def _stack(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[Series, ...]:
+    return tuple(
+        series_of(name, Mark.STACK, thinned([(place, spent.get(name, 0.0)) for place, spent in points]))
+        for name in _spending([spent for _, spent in points])
+    )
+
+
+def rounds_section(run: RunData, summary: RunSummary) -> Section:
+    """Every phase of the sync rounds."""
+    rounds = run.first.rounds if run.first else []
+    if not rounds:
+        return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
+    facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
+    facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
+    facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
+    by_phase: dict[str, list[tuple[float, float]]] = {}
+    for record in rounds:
+        for phase, spent in _phases(record).items():
+            by_phase.setdefault(phase, []).append((record["step"], spent))
+    rows = []
+    for phase, points in by_phase.items():
+        spent_s = [spent for _, spent in points]
+        spread = (statistics.median(spent_s), max(spent_s), sum(spent_s))
+        rows.append((phase, number(len(points)), *map(seconds, spread)))
+    table = Table("Seconds by phase", ("phase", "rounds", "median", "longest", "total"), tuple(rows))
+    chart = Chart(
+        key="rounds",
+        title="Seconds of a round, by phase",
+        description="Each phase of the slowest server, the canary and the export; they overlap, so they do not add up.",
+        x_title="step",
+        y_title="seconds",
+        series=tuple(series_of(phase, Mark.LINE, thinned(points)) for phase, points in by_phase.items()),
+    )
+    return Section("rounds", "Sync rounds", filled([pairs("Rounds", facts), table, chart]))
+
+
+def _phases(record: Record) -> dict[str, float]:
+    """Of one round; servers' phases as the slowest server took them."""
+    spent = {
+        "whole round": record["seconds"],
+        "canary": record["canary_seconds"],
+        "export": record["export_seconds"],
+    }
+    of_servers: dict[str, float] = {}
+    for server in record["servers"].values():
+        for phase, taken in server["seconds"].items():
+            of_servers[phase] = max(taken, of_servers.get(phase, 0.0))
+    return spent | of_servers
