@@ -23,7 +23,7 @@ from swift_stage2.terminal.parser import CommandParser, rank_count
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
-    from swift_stage2.process.agent_watch import AgentWatch
+    from swift_stage2.process.torchrun import AgentWatch
 
 _FAILED = 1
 _USER_MISTAKE = 2
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.process.agent_watch import AgentWatch
+    from swift_stage2.process.torchrun import AgentWatch
 
     with AgentWatch(os.environ) as agent:  # before the slow imports
         return _train_watched(config_path, agent, resume=resume)
@@ -170,7 +170,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.launch.rank_work import train_rank
     from swift_stage2.preflight.model import check_model
     from swift_stage2.preflight.model_family import check_family
-    from swift_stage2.process.rank_environment import check_gloo_address, check_rank_environment
+    from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 
     def work() -> int:
         # A mistake is told before the slow imports.

@@ -40,9 +40,9 @@ from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, Weigh
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.preflight.dataset import check_data  # noqa: E402
 from swift_stage2.preflight.model import check_model  # noqa: E402
-from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
-from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
+from swift_stage2.process.route import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
+from swift_stage2.process.watches import EXIT_HANG  # noqa: E402
 from swift_stage2.run import Stage2Run  # noqa: E402
 from swift_stage2.run_directory import resume  # noqa: E402
 from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402

@@ -30,7 +30,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
-from swift_stage2.process.standing import Standing
+from swift_stage2.process.watches import Standing
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.pacing_state import PacingState
 from swift_stage2.scheduling.production_pace import ProductionMeter, ProductionPace

@@ -15,7 +15,7 @@ from swift_stage2.gpu_check.lone_nccl import LoneNccl
 from swift_stage2.gpu_check.measuring import synchronise
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.gpu_check.stand_in_peer import StandInPeer
-from swift_stage2.process.background_call import BackgroundCall
+from swift_stage2.process.background import BackgroundCall
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.transport import StockTransport
 

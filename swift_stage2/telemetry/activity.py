@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from swift_stage2.process.standing import Standing
+from swift_stage2.process.watches import Standing
 from swift_stage2.telemetry.interval_clock import NANOSECONDS, IntervalClock, OnClosed
 
 __all__ = ["NANOSECONDS", "Activity", "ActivityClock", "PipelineActivity"]
