@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from swift_stage2 import __version__
 from swift_stage2.errors import UserError
-from swift_stage2.terminal import standard_output
-from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error
 from swift_stage2.terminal.parser import CommandParser, rank_count
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        if not standard_output.has_lost_its_reader():
+        if not has_lost_its_reader():
             raise
         return _UNREAD
     except SystemExit as end:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _UNREAD
         raise
     finally:
-        standard_output.let_go()
+        let_go()
 
 
 def _run(arguments: list[str]) -> int:
@@ -196,7 +195,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         return _FAILED
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
-        standard_output.let_go()
+        let_go()
         sys.stderr.flush()
         os._exit(status)
     return status

@@ -32,7 +32,7 @@ from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.spread import Spread
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, run_arm, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import UserError
 from swift_stage2.launch.cores import split_cores

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.demo.scenes import COLOURS, DIGIT_LABEL, SHAPES
 
 declare_operators()  # before transformers imports torchvision

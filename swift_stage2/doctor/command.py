@@ -31,8 +31,8 @@ from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.ports import is_here
 from swift_stage2.process.visible_devices import select_devices
+from swift_stage2.terminal.output import let_go
 from swift_stage2.terminal.parser import CommandParser, rank_count
-from swift_stage2.terminal.standard_output import let_go
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.data import Samples

@@ -27,8 +27,7 @@ from swift_stage2.bench.servers import (
 )
 from swift_stage2.bench.sync import TextCanary
 from swift_stage2.collectives import SingleRank
-from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, free_ports
 from swift_stage2.errors import CheckFailed, CheckSkipped
 from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree

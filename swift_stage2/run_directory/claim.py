@@ -15,7 +15,7 @@ from typing import Any
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory.checkpoint_check import checkpoint_step, why_not_whole
+from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 

@@ -24,7 +24,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.records import Rollout
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.telemetry.spans import Trace

@@ -12,8 +12,8 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from swift_stage2.demo import tiny_template
-from swift_stage2.demo.detector import Detector
 from swift_stage2.demo.grounding_dataset import grounding_row
+from swift_stage2.demo.make_stage1 import Detector
 from swift_stage2.demo.scenes import SceneKind, make_scene
 from swift_stage2.demo.tiny_template import TINY_VL, TinyVLTemplate, load_tiny_model
 

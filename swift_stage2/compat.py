@@ -1,0 +1,92 @@
+"""What other packages must be told before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+# A library object undoes its declarations when it is collected.
+_declared: list[torch.library.Library] = []
+
+
+def declare_operators() -> None:
+    """Declares torchvision's operators where its own library cannot; idempotent.
+
+    Does nothing when torchvision is absent or already imported, when its library loads (a build that
+    fits this torch), or when the operators exist.
+    """
+    if "torchvision" in sys.modules:
+        return
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    if _own_library_loads(Path(spec.submodule_search_locations[0])):
+        return
+    missing = [schema for name, schema in _SCHEMAS.items() if not _is_declared(name)]
+    if missing:
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for schema in missing:
+            library.define(schema)  # type: ignore[no-untyped-call]
+        _declared.append(library)
+
+
+def _own_library_loads(directory: Path) -> bool:
+    for path in (*directory.glob("_C*.so"), *directory.glob("_C*.pyd")):
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        except (ImportError, OSError):
+            continue
+        return True
+    return False
+
+
+def _is_declared(name: str) -> bool:
+    return hasattr(torch.ops.torchvision, name)
+
+
+_ACCELERATOR = "DS_ACCELERATOR"  # read by DeepSpeed when it is imported
+_DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
+# Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
+_EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
+
+
+def start_communication(swift: Mapping[str, Any]) -> None:
+    """On a CPU rank of torchrun, makes the gloo group known to torch and DeepSpeed alike; all ranks together.
+
+    ``swift`` is the section of the configuration. Without ``deepspeed`` and ``use_cpu`` nothing happens:
+    on GPUs Accelerate does it.
+    """
+    if not (swift.get("deepspeed") and swift.get("use_cpu") is True and "RANK" in os.environ):
+        return
+    os.environ.setdefault(_ACCELERATOR, "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    timeout_s = float(swift.get("ddp_timeout") or _DEFAULT_TIMEOUT_S)
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        auto_mpi_discovery=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def keep_buffers_exact() -> None:
+    """Between ms-swift's reading of its arguments and its loading of the model: keeps float32 buffers under ZeRO-3.
+
+    What the user's own DeepSpeed configuration says in ``data_types.keep_in_fp32_modules`` stays.
+    """
+    integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+    config = integration.deepspeed_config()
+    if config is not None and integration.is_deepspeed_zero3_enabled():
+        config.setdefault("data_types", {}).setdefault("keep_in_fp32_modules", list(_EXACT_BUFFERS))
