@@ -80,12 +80,11 @@ class LearnerProcess:
     """Seconds between SIGTERM and SIGKILL of the ranks: long enough to save a checkpoint."""
 
     def __post_init__(self) -> None:
-        rules.at_least("nproc_per_node", self.nproc_per_node, 1)
-        rules.at_least("nnodes", self.nnodes, 1)
+        rules.at_least(self, 1, "nproc_per_node", "nnodes")
         if self.node_rank is not None:
             self.check_node_rank(self.node_rank)
         self._check_rendezvous()
-        rules.deadline("shutdown_timeout_s", self.shutdown_timeout_s)
+        rules.deadline(self, "shutdown_timeout_s")
         _check_devices(self.devices)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
@@ -127,8 +126,8 @@ class RestartConfig:
     """Seconds before a server's first restart; doubles each time."""
 
     def __post_init__(self) -> None:
-        rules.at_least("max_restarts", self.max_restarts, 1, "write policy: never for none")
-        rules.at_least("backoff_s", self.backoff_s, 0)
+        rules.at_least(self, 1, "max_restarts", remedy="write policy: never for none")
+        rules.at_least(self, 0, "backoff_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +141,7 @@ class LaunchConfig:
     """Whether servers that end are started again."""
 
     def __post_init__(self) -> None:
-        rules.deadline("server_shutdown_timeout_s", self.server_shutdown_timeout_s)
+        rules.deadline(self, "server_shutdown_timeout_s")
 
     def refuse_shared_devices(self, hosts: Sequence[str] = ()) -> None:
         """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's; all are its by default.

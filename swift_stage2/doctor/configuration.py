@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swift_stage2.config import Inequality, ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config.rules import Inequality
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
