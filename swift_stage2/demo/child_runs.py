@@ -31,6 +31,12 @@ from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.run_progress import RunProgress
 
+START_DEADLINE_S = 600.0
+DEADLINE_PER_STEP_S = 10.0
+
+_EVALUATION_DEADLINE_S = 300.0
+_LAUNCHER = "[launch] [launch] "
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 
 
@@ -75,9 +81,7 @@ class ChildRuns:
         environment: Mapping[str, str] | None = None,
         each_moment: Callable[[], object] = lambda: None,
     ) -> None:
-        """Waits for one command to end well, and ends what it leaves behind.
-
-        ``environment`` is added to this process's. The log is ``log_dir/name.log``.
+        """Waits for one command to end well, and ends what it leaves behind. The log is ``log_dir/name.log``.
 
         Raises:
             ChildFailed: it ended with another status than 0, or not by its deadline; names cause and log.
@@ -98,8 +102,12 @@ class ChildRuns:
         """As ``run``, for several at once: waits for all to end well; the first that does not ends the others."""
         log_dir.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + deadline_s
+        trees: list[ProcessTree] = []
         with Job(log_dir, self._signals, self._show) as job:
-            trees = [_start(job, child) for child in children]
+            for child in children:
+                environment = {**os.environ, **child.environment}
+                with started_on(set(child.cores)):
+                    trees.append(job.start(Command(child.name, child.argv, environment, _GRACE_S)))
             running, failed = _look(trees)
             while running and failed is None:
                 job.step()
@@ -107,10 +115,8 @@ class ChildRuns:
                 if self._signals.received is not None:
                     raise KeyboardInterrupt
                 if time.monotonic() >= end:
-                    raise ChildFailed(
-                        f"{running[0].command.name} must end within {deadline_s:.0f} s, it did not; see "
-                        f"{running[0].log_path}"
-                    )
+                    name, log = running[0].command.name, running[0].log_path
+                    raise ChildFailed(f"{name} must end within {deadline_s:.0f} s, it did not; see {log}")
                 running, failed = _look(trees)
         each_moment()
         if failed is not None:
@@ -118,12 +124,6 @@ class ChildRuns:
             raise ChildFailed(
                 f"{failed.command.name} ended with status {status}: {cause}; see {failed.log_path}"
             )
-
-
-def _start(job: Job, child: Child) -> ProcessTree:
-    environment = {**os.environ, **child.environment}
-    with started_on(set(child.cores)):
-        return job.start(Command(name=child.name, argv=child.argv, environment=environment, grace_s=_GRACE_S))
 
 
 def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree | None]:
@@ -145,17 +145,10 @@ def _name(process: psutil.Process) -> str:
         return "?"
 
 
-START_DEADLINE_S = 600.0
-DEADLINE_PER_STEP_S = 10.0
-_EVALUATION_DEADLINE_S = 300.0
-_LAUNCHER = "[launch] [launch] "
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
 def train(
     children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Runs the job to its end; ``view`` shows how far it is, and is closed. ``environment`` is added to the children's.
+    """Runs the job with ``swift-stage2 launch`` to its end; ``view`` shows how far it is, and is closed.
 
     Raises:
         ChildFailed: it did not end well.

@@ -19,48 +19,6 @@ from swift_stage2.rollout_server.vllm_package import CPU_SUPPORT, require_vllm
 
 TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
 MODEL_TYPE = "stage2_tiny_vl"
-_CPU_PLUGIN = "swift_plugin.py"
-
-
-def server_entry(engine: ServerEngine) -> dict[str, Any]:
-    """The entry, without ``model``.
-
-    Raises:
-        UserError: vLLM, or what it needs without a GPU, is not installed.
-    """
-    if engine is ServerEngine.TRANSFORMERS:
-        options: dict[str, Any] = {
-            "external-plugins": str(TEMPLATE_FILE),
-            "model-type": MODEL_TYPE,
-            "template": MODEL_TYPE,
-            "torch-dtype": "float32",
-            "num-threads": 1,
-        }
-        return {"engine": engine.value, "args": options}
-    options = {
-        "external_plugins": [str(TEMPLATE_FILE), str(_cpu_plugin())],
-        "model_type": MODEL_TYPE,
-        "template": MODEL_TYPE,
-        "torch_dtype": "float32",
-        "vllm_enforce_eager": True,
-        "vllm_max_model_len": 1024,
-    }
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": 1,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": 1,
-    }
-    return {"engine": engine.value, "args": options, "env": environment}
-
-
-def _cpu_plugin() -> Path:
-    require_vllm(without_gpu=True)
-    spec = importlib.util.find_spec(CPU_SUPPORT)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / _CPU_PLUGIN
-
-
 STAGE1 = Path(__file__).parent / "stage1"
 CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -127,8 +85,10 @@ def write_config(job: DemoJob, ports: tuple[int, int]) -> Path:
         ConfigError: a value of the job is refused, for instance ``b_ratio``.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
+    environment = " ".join(f"{name}={value}" for name, value in CHILD_ENVIRONMENT.items())
+    command = f"{environment} swift-stage2 launch {job.config_path}"
     text = write_yaml(config_of(job, ports))
-    job.config_path.write_text(f"# {_restart_command(job)}\n{text}", encoding="utf-8")
+    job.config_path.write_text(f"# {command}\n{text}", encoding="utf-8")
     load_config(job.config_path)
     return job.config_path
 
@@ -155,11 +115,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     }
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
-        "decoding": {
-            "temperature": job.temperature,
-            "top_p": 0.95,
-            "max_new_tokens": job.max_new_tokens,
-        },
+        "decoding": {"temperature": job.temperature, "top_p": 0.95, "max_new_tokens": job.max_new_tokens},
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
         "start_timeout_s": 300.0,
@@ -168,6 +124,42 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     config["launch"]["servers"] = [server_entry(job.engine)]
     config["control_timeout_s"] = 180.0
     return config
+
+
+def server_entry(engine: ServerEngine) -> dict[str, Any]:
+    """The server's entry in ``launch.servers``, without ``model``.
+
+    Raises:
+        UserError: vLLM, or what it needs without a GPU, is not installed.
+    """
+    if engine is ServerEngine.TRANSFORMERS:
+        options: dict[str, Any] = {
+            "external-plugins": str(TEMPLATE_FILE),
+            "model-type": MODEL_TYPE,
+            "template": MODEL_TYPE,
+            "torch-dtype": "float32",
+            "num-threads": 1,
+        }
+        return {"engine": engine.value, "args": options}
+    require_vllm(without_gpu=True)
+    spec = importlib.util.find_spec(CPU_SUPPORT)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    options = {
+        "external_plugins": [str(TEMPLATE_FILE), str(folder / "swift_plugin.py")],
+        "model_type": MODEL_TYPE,
+        "template": MODEL_TYPE,
+        "torch_dtype": "float32",
+        "vllm_enforce_eager": True,
+        "vllm_max_model_len": 1024,
+    }
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": 1,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": 1,
+    }
+    return {"engine": engine.value, "args": options, "env": environment}
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -181,17 +173,15 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def held_ports(ports: tuple[int, ...]) -> list[int]:
     """Those of ``ports`` that somebody listens on."""
-    return [port for port in ports if _is_held(port)]
-
-
-def _is_held(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_LOOPBACK, port))
-        except OSError:
-            return True
-    return False
+    held = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                held.append(port)
+    return held
 
 
 def _swift_arguments(job: DemoJob) -> dict[str, Any]:
@@ -234,8 +224,3 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "add_version": False,
         **job.swift,
     }
-
-
-def _restart_command(job: DemoJob) -> str:
-    environment = " ".join(f"{name}={value}" for name, value in CHILD_ENVIRONMENT.items())
-    return f"{environment} swift-stage2 launch {job.config_path}"

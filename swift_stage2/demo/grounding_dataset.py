@@ -36,13 +36,8 @@ def write_dataset(
 ) -> Path:
     """Writes ``num_samples`` scenes and returns the path of the JSONL, absolute as its image paths are.
 
-    Args:
-        directory: created by this call. An existing one is left alone and refused.
-        kind: what the scenes show.
-        num_samples: at least 1.
-        split: held-out scenes share neither seeds nor digit scans with training scenes.
-        seed: the stream of scenes within the split, 0 or more.
-        image_size: width and height of the PNG files in pixels.
+    ``directory`` is created by this call. ``seed`` is the stream of scenes within the split. ``image_size``: width and
+    height of the PNG files in pixels.
 
     Raises:
         FileExistsError: the directory exists and is not empty.

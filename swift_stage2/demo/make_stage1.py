@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 
 from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
-from swift_stage2.demo.scenes import MAX_OBJECTS, Box, Scene, SceneKind, Split, make_scene, scene_seed
-from swift_stage2.demo.scoring import Detections, DetectionScore, score_detections
+from swift_stage2.demo.scenes import MAX_OBJECTS, Scene, SceneKind, Split, make_scene, scene_seed
+from swift_stage2.demo.scoring import Detections, DetectionScore, parse_answer, score_detections
 from swift_stage2.demo.tiny_model import (
     IMAGE_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -35,6 +35,11 @@ from swift_stage2.demo.tiny_model import (
 )
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
+BATCH_SIZE = 32
+PEAK_LEARNING_RATE = 1.5e-3
+WARMUP_STEPS = 100
+DIGITS_EVERY = 4
+ORDERED_SHARE = 0.7  # of the steps, with objects in reading order
 IGNORED_LABEL = -100
 # Scenes of stage 1 lie far from those of data sets, whose streams are small seeds.
 STAGE1_STREAM = 1 << 20
@@ -43,27 +48,21 @@ _TOKENS_PER_OBJECT = 12
 _ANSWER_BATCH_SIZE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationFormat:
-    """The token ids around an answer, as the ms-swift template lays them out for one 112 x 112 image."""
-
-    prompt_ids: tuple[int, ...]
-    closing_ids: tuple[int, ...]
-
-
 class Detector:
-    """Owns a model and its processor. Images are 112 x 112, the one size the conversation format is for."""
+    """A model as an object detector: makes supervised batches of scenes, and finds objects in many images at once.
 
-    def __init__(self, model: Any, processor: Any, conversation: ConversationFormat) -> None:
+    Images are 112 x 112, the one size for which the token ids around an answer are read off the ms-swift template.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
         self.model = model
         self.processor = processor
-        self._conversation = conversation
+        self._prompt, self._closing = _ids_around_answers(tiny_template(model, processor))
 
     def batch(self, scenes: Sequence[Scene]) -> dict[str, torch.Tensor]:
         """Model inputs of (len(scenes), longest) token ids, right-padded; only answers are supervised."""
-        prompt, closing = list(self._conversation.prompt_ids), list(self._conversation.closing_ids)
-        tokenizer = self.processor.tokenizer
-        answers = [tokenizer(answer_text(scene.objects))["input_ids"] + closing for scene in scenes]
+        prompt, tokenizer = self._prompt, self.processor.tokenizer
+        answers = [tokenizer(answer_text(scene.objects))["input_ids"] + self._closing for scene in scenes]
         ends = [len(prompt) + len(answer) for answer in answers]
         ids = torch.full((len(scenes), max(ends)), PAD_TOKEN_ID)
         labels = torch.full_like(ids, IGNORED_LABEL)
@@ -74,16 +73,16 @@ class Detector:
         return {**self._inputs(ids, mask, [scene.image for scene in scenes]), "labels": labels}
 
     def detect(self, images: Sequence[Image.Image]) -> list[Detections]:
-        """The objects of each image by greedy decoding; an answer that is not valid JSON names none."""
+        """The objects of each image by greedy decoding; what is malformed in an answer counts as not said."""
         detections: list[Detections] = []
         for start in range(0, len(images), _ANSWER_BATCH_SIZE):
             answers = self._answer(images[start : start + _ANSWER_BATCH_SIZE])
-            detections += [_read_answer(answer) for answer in answers]
+            detections += map(parse_answer, answers)
         return detections
 
     @torch.no_grad()
     def _answer(self, images: Sequence[Image.Image]) -> list[str]:
-        prompt = torch.tensor([self._conversation.prompt_ids] * len(images))
+        prompt = torch.tensor([self._prompt] * len(images))
         was_training = self.model.training
         self.model.eval()
         output = self.model.generate(
@@ -106,8 +105,7 @@ class Detector:
 
 def load_detector(directory: str | os.PathLike[str]) -> Detector:
     """A detector from a model directory, for instance ``demo/stage1`` or a checkpoint of stage 2."""
-    model, processor = load_tiny_model(directory)
-    return Detector(model, processor, _conversation_format(tiny_template(model, processor)))
+    return Detector(*load_tiny_model(directory))
 
 
 def evaluate(detector: Detector, kind: SceneKind, num_scenes: int) -> DetectionScore:
@@ -117,7 +115,8 @@ def evaluate(detector: Detector, kind: SceneKind, num_scenes: int) -> DetectionS
     return score_detections(detector.detect([scene.image for scene in scenes]), [s.objects for s in scenes])
 
 
-def _conversation_format(template: Any) -> ConversationFormat:
+def _ids_around_answers(template: Any) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, and of what closes an answer."""
     scene = make_scene(SceneKind.SHAPES, scene_seed(Split.TRAIN, 0, stream=STAGE1_STREAM))
     encoding = template.encode({**grounding_row(scene.objects, ""), "images": [scene.image]})
     ids = list(encoding["input_ids"])
@@ -126,26 +125,7 @@ def _conversation_format(template: Any) -> ConversationFormat:
     if ids[start : start + len(answer)] != answer:
         rendered = template.tokenizer.decode(ids[start:])
         raise RuntimeError(f"the template must render answers as answer_text does, got rendered={rendered!r}")
-    return ConversationFormat(tuple(ids[:start]), tuple(ids[start + len(answer) :]))
-
-
-def _read_answer(text: str) -> list[tuple[str, Box]]:
-    try:
-        return [(str(item["label"]), _as_box(item["bbox_2d"])) for item in json.loads(text)]
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
-def _as_box(values: Sequence[Any]) -> Box:
-    x1, y1, x2, y2 = (int(value) for value in values)
-    return x1, y1, x2, y2
-
-
-BATCH_SIZE = 32
-PEAK_LEARNING_RATE = 1.5e-3
-WARMUP_STEPS = 100
-DIGITS_EVERY = 4
-ORDERED_SHARE = 0.7  # of the steps, with objects in reading order
+    return ids[:start], ids[start + len(answer) :]
 
 
 def new_detector(seed: int) -> Detector:
@@ -163,12 +143,11 @@ def training_scenes(step: int, *, ordered: bool) -> list[Scene]:
     for index in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE):
         kind = SceneKind.DIGITS if index % DIGITS_EVERY == 0 else SceneKind.SHAPES
         scene = make_scene(kind, scene_seed(Split.TRAIN, index, stream=STAGE1_STREAM))
-        scenes.append(_in_reading_order(scene) if ordered else scene)
+        if ordered:
+            objects = sorted(scene.objects, key=lambda item: (item[1][1], item[1][0]))
+            scene = replace(scene, objects=tuple(objects))
+        scenes.append(scene)
     return scenes
-
-
-def _in_reading_order(scene: Scene) -> Scene:
-    return replace(scene, objects=tuple(sorted(scene.objects, key=lambda item: (item[1][1], item[1][0]))))
 
 
 def train(

@@ -33,6 +33,8 @@ from swift_stage2.terminal.parser import CommandParser
 
 DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128
+WANTED_B_SHARE = 0.8
+_CLOCK_TOLERANCE_S = 0.001
 _FAILED = 1
 
 
@@ -137,17 +139,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _show_launcher(line: str) -> None:
     """The launcher's own words; what servers and ranks say is in the log."""
-    words = words_of_launcher(line)
-    if words is not None:
+    if (words := words_of_launcher(line)) is not None:
         _say(words)
 
 
 def _say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
-
-
-WANTED_B_SHARE = 0.8
-_CLOCK_TOLERANCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +162,9 @@ class DemoOutcome:
 def outcome_view(outcome: DemoOutcome) -> RenderableType:
     """Every table, then what was left behind, then what was not as it should be."""
     problems = problems_of(outcome)
-    lines = [Text(_left_behind(outcome)), *(Text(f"! {problem}", style="bold red") for problem in problems)]
+    processes, ports = len(outcome.left_processes) or "no", len(outcome.held_ports) or "no"
+    left = Text(f"Left behind: {processes} process, {ports} port.")
+    lines = [left, *(Text(f"! {problem}", style="bold red") for problem in problems)]
     if not problems:
         lines.append(Text("Everything ran and ended as it should.", style="green"))
     return Group(summary_table(outcome.summary), score_table(outcome), *lines)
@@ -208,9 +207,3 @@ def _problems(outcome: DemoOutcome) -> Iterator[str]:
         yield f"processes are left: {', '.join(outcome.left_processes)}"
     if outcome.held_ports:
         yield f"ports are still held: {', '.join(map(str, outcome.held_ports))}"
-
-
-def _left_behind(outcome: DemoOutcome) -> str:
-    processes = len(outcome.left_processes) or "no"
-    ports = len(outcome.held_ports) or "no"
-    return f"Left behind: {processes} process, {ports} port."

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.demo.scenes import Box
 from swift_stage2.whole_file import write_whole
 
-Box = tuple[int, int, int, int]
 Detections = Sequence[tuple[str, Box]]
 Floats = npt.NDArray[np.float64]
 
@@ -86,14 +86,9 @@ def _pairwise_iou(first: Sequence[Box], second: Sequence[Box]) -> Floats:
     a, b = np.asarray(first, dtype=np.float64)[:, None], np.asarray(second, dtype=np.float64)[None]
     sides = np.clip(np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2]), 0, None)
     overlap = sides.prod(-1)
-    union = _area(a) + _area(b) - overlap
+    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - overlap
     iou: Floats = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
     return iou
-
-
-def _area(boxes: Floats) -> Floats:
-    area: Floats = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-    return area
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -136,9 +131,8 @@ def score_checkpoint(
     checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
 ) -> DetectionScore:
     """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
-    from swift_stage2.compat import (
-        declare_operators,  # here, because both take seconds to import
-    )
+    # Here, because both take seconds to import.
+    from swift_stage2.compat import declare_operators
 
     declare_operators()  # before ms-swift imports torchvision
     import torch
@@ -174,10 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scores = []
     for checkpoint in arguments.checkpoints:
         score = score_checkpoint(checkpoint, requests, truth)
-        print(
-            f"{checkpoint}: f1={score.f1:.4f} precision={score.precision:.4f} recall={score.recall:.4f}",
-            flush=True,
-        )
+        numbers = f"f1={score.f1:.4f} precision={score.precision:.4f} recall={score.recall:.4f}"
+        print(f"{checkpoint}: {numbers}", flush=True)
         scores.append(asdict(score))
     write_whole(arguments.out, json.dumps(scores, indent=2) + "\n")
     return 0
