@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 
+_ACCELERATOR = "DS_ACCELERATOR"  # read by DeepSpeed when it is imported
+_DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
+# Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
+_EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
+
 # What torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -23,10 +28,11 @@ _declared: list[torch.library.Library] = []
 
 
 def declare_operators() -> None:
-    """Declares torchvision's operators where its own library cannot; idempotent.
+    """Lets a torchvision built for CUDA import beside a CPU torch; called before ms-swift is imported; idempotent.
 
-    Does nothing when torchvision is absent or already imported, when its library loads (a build that
-    fits this torch), or when the operators exist.
+    Its Python files attach fake kernels to operators that its compiled library declares, which does not load there.
+    With their schemas declared, its pure-Python transforms work, which image processors use. Does nothing when
+    torchvision is absent or imported, when its library loads, or when the operators exist.
     """
     if "torchvision" in sys.modules:
         return
@@ -35,7 +41,7 @@ def declare_operators() -> None:
         return
     if _own_library_loads(Path(spec.submodule_search_locations[0])):
         return
-    missing = [schema for name, schema in _SCHEMAS.items() if not _is_declared(name)]
+    missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
     if missing:
         library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for schema in missing:
@@ -53,21 +59,12 @@ def _own_library_loads(directory: Path) -> bool:
     return False
 
 
-def _is_declared(name: str) -> bool:
-    return hasattr(torch.ops.torchvision, name)
-
-
-_ACCELERATOR = "DS_ACCELERATOR"  # read by DeepSpeed when it is imported
-_DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
-# Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
-_EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
-
-
 def start_communication(swift: Mapping[str, Any]) -> None:
     """On a CPU rank of torchrun, makes the gloo group known to torch and DeepSpeed alike; all ranks together.
 
-    ``swift`` is the section of the configuration. Without ``deepspeed`` and ``use_cpu`` nothing happens:
-    on GPUs Accelerate does it.
+    It must run before ms-swift starts torch's own: else DeepSpeed counts one rank when ZeRO-3 loads a model, and
+    refuses the batch sizes. Without ``deepspeed`` and ``use_cpu`` in section ``swift`` nothing happens: on GPUs
+    Accelerate does it.
     """
     if not (swift.get("deepspeed") and swift.get("use_cpu") is True and "RANK" in os.environ):
         return
@@ -84,7 +81,8 @@ def start_communication(swift: Mapping[str, Any]) -> None:
 def keep_buffers_exact() -> None:
     """Between ms-swift's reading of its arguments and its loading of the model: keeps float32 buffers under ZeRO-3.
 
-    What the user's own DeepSpeed configuration says in ``data_types.keep_in_fp32_modules`` stays.
+    It would round the rotary frequencies, and learner and servers would disagree on every position. The user's own
+    ``data_types.keep_in_fp32_modules`` stays.
     """
     integration: Any = importlib.import_module("transformers.integrations.deepspeed")
     config = integration.deepspeed_config()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -38,7 +38,11 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
     for key in data:
         if key not in declared:
             raise ConfigError(_unknown_key(key, place, tuple(declared), root))
-    _refuse_missing(declared, data, place)
+    for name, item in declared.items():
+        if name not in data and item.default is MISSING and item.default_factory is MISSING:
+            full = f"{place}.{name}" if place else name
+            hint = f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
+            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{hint}")
     values = {
         key: _convert(hints[key], value, root=root, place=f"{place}.{key}" if place else key)
         for key, value in data.items()
@@ -59,21 +63,9 @@ def closest(word: str, words: tuple[str, ...]) -> str | None:
     return found[0] if found else None
 
 
-def _refuse_missing(declared: Mapping[str, Field[Any]], data: Mapping[str, Any], place: str) -> None:
-    for name, item in declared.items():
-        if name not in data and item.default is MISSING and item.default_factory is MISSING:
-            full = f"{place}.{name}" if place else name
-            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{_hint(item)}")
-
-
-def _hint(item: Field[Any]) -> str:
-    return f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
-
-
 def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
     where = f"section {place}" if place else "the top level"
-    near = closest(key, valid)
-    if near is not None:
+    if near := closest(key, valid):
         return f"unknown key {key!r} in {where}; did you mean {near!r}?"
     elsewhere = [path for path in _all_keys(root) if path.rpartition(".")[2] == key]
     if elsewhere:
@@ -122,10 +114,10 @@ def _scalar(kind: type, value: Any, place: str) -> Any:
         choices = tuple(str(member) for member in kind)
         if value in choices:
             return kind(value)
-        near = closest(value, choices) if isinstance(value, str) else None
-        if near:
-            raise ConfigError(f"{_must_be(place, ' or '.join(choices), value)}; did you mean {near!r}?")
-        raise ConfigError(_wrong(place, " or ".join(choices), value, choices[0]))
+        wanted = " or ".join(choices)
+        if isinstance(value, str) and (near := closest(value, choices)):
+            raise ConfigError(f"{_must_be(place, wanted, value)}; did you mean {near!r}?")
+        raise ConfigError(_wrong(place, wanted, value, choices[0]))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:

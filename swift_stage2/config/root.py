@@ -20,6 +20,7 @@ from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, Starva
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
+from swift_stage2.process.route import is_loopback
 
 _WANTED_STEPS_IN_GRACE = 4
 # A round's own waits (a lost group, a busy server, the last calls) are of seconds; a bucket is copied, summed, sent
@@ -295,7 +296,7 @@ class Stage2Config:
             )
         aborts = self.b_enabled and self.rollout.sync.on_pending is OnPending.ABORT
         hosts = [server.host for server in self.rollout.servers]
-        self.launch.refuse_shared_devices(["" if _is_loopback(host) else host for host in hosts[:started]])
+        self.launch.refuse_shared_devices(["" if is_loopback(host) else host for host in hosts[:started]])
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
             if aborts and process.engine is ServerEngine.SWIFT:
@@ -335,10 +336,6 @@ def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
             raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
         if isinstance(value, Mapping) and f"{place}{key}" != "swift":
             _refuse_retired(value, f"{place}{key}.")
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _plain(value: Any) -> Any:

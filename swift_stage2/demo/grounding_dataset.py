@@ -24,6 +24,9 @@ from swift_stage2.whole_file import flush_directory
 PROMPT = "<image>Detect all objects."
 ROWS_FILE = "rows.jsonl"
 
+_HELD_OUT_STREAM = 0
+_MAX_TRAIN_SAMPLES = 2048
+
 
 def write_dataset(
     directory: str | os.PathLike[str],
@@ -83,10 +86,6 @@ def answer_text(objects: Sequence[tuple[str, Box]]) -> str:
     return "[" + ", ".join(f'{{"bbox_2d": {list(box)}, "label": "{label}"}}' for label, box in objects) + "]"
 
 
-_HELD_OUT_STREAM = 0
-_MAX_TRAIN_SAMPLES = 2048
-
-
 @dataclass(frozen=True, slots=True)
 class SceneFiles:
     """Paths of the two JSONL files."""
@@ -103,7 +102,7 @@ def num_train_samples(job: DemoJob) -> int:
 def write_scenes(
     directory: Path, kind: SceneKind, *, num_train: int, num_held_out: int, seed: int
 ) -> SceneFiles:
-    """Writes ``directory/train`` and ``directory/held_out``.
+    """Writes ``directory/train`` and ``directory/held_out``, the latter alike for every seed, so that scores compare.
 
     Raises:
         UserError: the scenes need a package that is not installed, or cannot be written.

@@ -1,4 +1,4 @@
-"""How this machine reaches another one's port: its own address on the way, whether anything listens, and what to mend.
+"""The route to another machine's port: our own address on it, whether anything listens there, and what to mend.
 
 No call of any protocol is made: a connection is opened and closed. Imports no torch.
 """
@@ -6,6 +6,7 @@ No call of any protocol is made: a connection is opened and closed. Imports no t
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from urllib.parse import urlsplit
 
@@ -38,6 +39,14 @@ def local_address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is this machine's own, at which no other host reaches it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def http_remedy(error: OSError) -> str:

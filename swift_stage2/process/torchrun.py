@@ -6,7 +6,6 @@ ms-swift.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import select
@@ -20,16 +19,21 @@ from types import TracebackType
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.process.route import local_address_towards
+from swift_stage2.process.route import is_loopback, local_address_towards
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _MAKES_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_JOIN_TIMEOUT_S = 10.0
+_LONGEST_WAIT_S = 3600.0
+
+logger = logging.getLogger(__name__)
 
 
 def check_rank_environment(environment: Mapping[str, str]) -> None:
-    """Whether this process is one rank of several, with all that says so, or none of it.
+    """Refuses an environment that makes half a rank of this process.
 
     Raises:
         UserError: a variable of torchrun's is missing beside the others, is no number, or is too large.
@@ -58,7 +62,7 @@ def check_rank_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_gloo_address(environment: Mapping[str, str]) -> None:
-    """Whether ranks on other hosts can reach this one over gloo, which decisions travel over on every machine.
+    """Refuses a host that ranks on others cannot reach over gloo, which decisions travel over on every machine.
 
     Raises:
         UserError: several hosts, no interface named, and gloo would take an address that no other host reaches.
@@ -72,7 +76,7 @@ def check_gloo_address(environment: Mapping[str, str]) -> None:
     ):
         return
     address = _address_gloo_takes()
-    if not _is_loopback(address):
+    if not is_loopback(address):
         return
     try:
         route = local_address_towards(master, int(environment["MASTER_PORT"]))
@@ -110,23 +114,16 @@ def _reachable_addresses() -> list[tuple[str, str]]:
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET and not _is_loopback(entry.address)
+        if entry.family == socket.AF_INET and not is_loopback(entry.address)
     ]
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-logger = logging.getLogger(__name__)
-
-_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_JOIN_TIMEOUT_S = 10.0
-_LONGEST_WAIT_S = 3600.0
-
-
 class AgentWatch:
-    """A thread that waits for the end of this process's parent, for as long as it is entered: as early as may be."""
+    """Ends a rank whose torchrun has gone, for as long as it is entered; enter it as early as may be.
+
+    The rank gets the SIGTERM that torchrun would have sent, saves at the next step boundary, and is killed after its
+    grace. A process that torchrun did not start is left alone: its parent may be a shell that it is meant to outlive.
+    """
 
     def __init__(self, environment: Mapping[str, str], grace_s: float = 0.0) -> None:
         """``grace_s``: seconds from SIGTERM to SIGKILL. Set later, once there is something to save."""

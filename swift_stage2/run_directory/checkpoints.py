@@ -20,6 +20,9 @@ from safetensors import SafetensorError, safe_open
 from swift_stage2.errors import ConfigError, StorageFull
 from swift_stage2.run_directory import resume
 
+_STATE = "trainer_state.json"  # written last, by rank 0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_MIB = 2**20
 _DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
 
 
@@ -34,7 +37,7 @@ def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
     if broken := [path.name for path in sorted(directory.rglob("*")) if not _is_readable(path)]:
         return f"{broken[0]} is cut or damaged"
     try:
-        step = _read_json(directory / "trainer_state.json")["global_step"]
+        step = _read_json(directory / _STATE)["global_step"]
         ranks = sorted(directory.glob("stage2_rank*.json"))
         world_size = int(_read_json(ranks[0])["world_size"]) if ranks else 0
         if missing := _missing(directory, world_size):
@@ -101,11 +104,6 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-_STATE = "trainer_state.json"  # written last, by rank 0
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_MIB = 2**20
-
-
 @contextmanager
 def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
     """Removes ``directory`` again if what is done inside does not make a whole checkpoint of it.
@@ -126,9 +124,10 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
         if not is_storage_failure(error):
             raise
         left = f"go on from {last}" if (last := _last_whole(directory.parent)) else "no whole one is left"
+        words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB
         raise StorageFull(
-            f"a checkpoint needs a disk that takes it whole, got {directory}: {_words(error)} "
-            f"({_free_mib(directory.parent):,.0f} MiB free now); make room, then {left}"
+            f"a checkpoint needs a disk that takes it whole, got {directory}: {words} "
+            f"({free_mib:,.0f} MiB free now); make room, then {left}"
         ) from error
 
 
@@ -152,11 +151,3 @@ def _has_state(directory: Path) -> bool:
 def _last_whole(run_dir: Path) -> Path | None:
     found = [path for path in run_dir.glob("checkpoint-*") if not why_not_whole(path, needs_stage2=False)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _free_mib(directory: Path) -> float:
-    return shutil.disk_usage(directory).free / _MIB
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -7,6 +7,8 @@ import select
 import sys
 from contextlib import suppress
 
+_STDOUT = 1
+
 
 def print_error(command: str, message: object) -> None:
     """Writes ``message`` to stderr as one line, whatever breaks it holds; progress bars end before it."""
@@ -17,9 +19,6 @@ def print_error(command: str, message: object) -> None:
             for bar in list(tqdm._instances):
                 bar.close()
     print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-
-
-_STDOUT = 1
 
 
 def has_lost_its_reader() -> bool:
