@@ -27,7 +27,7 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 BUDGET = 1.03

@@ -21,7 +21,7 @@ from swift_stage2.demo.grounding_dataset import SceneFiles, num_train_samples, w
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 from swift_stage2.terminal.parser import CommandParser

@@ -30,7 +30,7 @@ from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.cores import split_cores
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 STEP_CLOCK = Path(__file__).parent / "step_clock.py"

@@ -29,7 +29,7 @@ from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 BUDGET = 0.9

@@ -24,7 +24,7 @@ from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.telemetry.summary_table import summary_table

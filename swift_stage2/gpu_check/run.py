@@ -21,7 +21,7 @@ from swift_stage2.gpu_check import wheels
 from swift_stage2.gpu_check.page import page
 from swift_stage2.gpu_check.stage import FigureLog, Stage, Status
 from swift_stage2.gpu_check.stages import STAGES
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.whole_file import write_whole
 
