@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_stage2.demo import scoring
-from swift_stage2.demo.grounding_dataset import answer_text, write_dataset
-from swift_stage2.demo.make_stage1 import Detector
+from swift_stage2.demo.grounding_dataset import PROMPT, answer_text, write_dataset
+from swift_stage2.demo.make_stage1 import Stage1
 from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
 from swift_stage2.demo.scoring import DetectionScore, score_detections
 
@@ -114,18 +114,34 @@ def test_an_answer_that_tells_the_truth_scores_one(rows: Path) -> None:
 def test_what_is_malformed_counts_as_not_said() -> None:
     text = '[{"bbox_2d": [9, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
     assert scoring.parse_answer(text) == [("b", (1, 2, 3, 4))]
+    for text in ("", "[", "3", "[1]", '[{"label": "digit"}]', '[{"label": "a", "bbox_2d": [1]}]'):
+        assert scoring.parse_answer(text) == []
+
+
+def _plain_answer(stage1: Stage1, scene: Scene) -> str:
+    """Greedy, by Hugging Face alone."""
+    content = [{"type": "image"}, {"type": "text", "text": PROMPT.removeprefix("<image>")}]
+    prompt = stage1.processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = stage1.processor(text=[prompt], images=[scene.image], return_tensors="pt")
+    output = stage1.model.generate(**inputs, max_new_tokens=scoring.MAX_NEW_TOKENS, do_sample=False)
+    answer = output[0, inputs["input_ids"].shape[1] :]
+    text: str = stage1.processor.tokenizer.decode(answer, skip_special_tokens=True)
+    return text
 
 
 def test_the_command_scores_every_checkpoint_as_plain_generation_does(
-    rows: Path, tmp_path: Path, stage1_directory: Path, stage1: Detector
+    rows: Path, tmp_path: Path, stage1_directory: Path, stage1: Stage1
 ) -> None:
     """ms-swift's engine and template against Hugging Face's generate on the same scenes."""
     out = tmp_path / "scores.json"
     argv = scoring.evaluation_command(rows, out, (stage1_directory, stage1_directory))
     assert scoring.main(argv[3:]) == 0
     scenes = _scenes()
-    detections = stage1.detect([scene.image for scene in scenes])
-    expected = score_detections(detections, [scene.objects for scene in scenes])
+    answers = [scoring.parse_answer(_plain_answer(stage1, scene)) for scene in scenes]
+    expected = score_detections(answers, [scene.objects for scene in scenes])
+    assert expected.f1 > 0
     assert scoring.read_scores(out) == (expected, expected)
 
 
