@@ -1,4 +1,4 @@
-"""What other packages must be told before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
+"""Prepares other packages before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
 # Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
 _EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
 
-# What torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
+# The operators that torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -17,7 +17,7 @@ from swift_stage2.errors import ConfigError
 
 S = TypeVar("S")
 
-# What a value must be, and one that is.
+# The words for each type, and an example.
 _KINDS: dict[type, tuple[str, str]] = {
     bool: ("true or false", "true"),
     int: ("an integer", "4"),
@@ -127,7 +127,7 @@ def _scalar(kind: type, value: Any, place: str) -> Any:
 
 
 def _example(hint: Any) -> str:
-    """What a value of this type looks like in the file."""
+    """A value of this type as the file holds it."""
     if isinstance(hint, type) and is_dataclass(hint):
         return f"{{{fields(hint)[0].name}: …}}"
     hint = int if hint == int | str else hint

@@ -21,7 +21,7 @@ class ServerEngine(StrEnum):
 
 
 class RestartPolicy(StrEnum):
-    """What becomes of a server that ends while the learner runs."""
+    """Whether a server that ends while the learner runs is started again."""
 
     NEVER = "never"
     ON_FAILURE = "on_failure"

@@ -23,20 +23,20 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
 
 class SyncMode(StrEnum):
-    """What a sync round sends: all weights, merged under LoRA. There is no other mode."""
+    """A sync round sends all weights, merged under LoRA. There is no other mode."""
 
     FULL = "full"
 
 
 class OnPending(StrEnum):
-    """What a pending round does with rollouts that are still running on a server that can abort."""
+    """A pending round waits for rollouts that still run, or aborts them on a server that can."""
 
     WAIT = "wait"
     ABORT = "abort"
 
 
 class Proof(StrEnum):
-    """What must be shown before a server may be inferred from after a round."""
+    """The proof that a server must give after a round, before it is asked again."""
 
     AUTO = "auto"
     CHECKSUM = "checksum"

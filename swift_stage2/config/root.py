@@ -27,7 +27,7 @@ _WANTED_STEPS_IN_GRACE = 4
 # and taken, at this pace or better.
 _ROUND_FIXED_S = 10.0
 _SLOW_BUCKET_MIB_PER_S = 100.0
-# What a call costs besides its tokens, and a pace that no server keeps for one conversation among several.
+# The seconds of a call besides its tokens, and a pace that no server keeps for one conversation among several.
 _REQUEST_FIXED_S = 1.0
 _FAST_TOKENS_PER_S = 400.0
 

@@ -27,9 +27,9 @@ class Inequality:
     """The same with the numbers: ``4 <= 8``."""
     holds: bool
     refusal: str
-    """What is wrong when it does not hold, with ``got name=value``."""
+    """The mistake when it does not hold, with ``got name=value``."""
     remedy: str
-    """What to write instead, in one line."""
+    """The correction, in one line."""
     is_advice: bool = False
     """Such a setting wastes something; it is warned about, not refused."""
 

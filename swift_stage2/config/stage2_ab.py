@@ -12,7 +12,7 @@ from swift_stage2.errors import ConfigError
 
 
 class StarvationAction(StrEnum):
-    """What happens when channel B runs far less than the schedule wants."""
+    """The reaction when channel B runs far less than the schedule wants."""
 
     WARN = "warn"
     FAIL = "fail"
@@ -20,28 +20,28 @@ class StarvationAction(StrEnum):
 
 
 class OnPipelineFailure(StrEnum):
-    """What all ranks do when a background pipeline dies on one of them."""
+    """The reaction of all ranks when a background pipeline dies on one of them."""
 
     RAISE = "raise"
     CONTINUE_A = "continue_a"
 
 
 class Preprocessing(StrEnum):
-    """Where a rank's answers become packs."""
+    """The place where a rank's answers become packs."""
 
     PROCESS = "process"
     THREAD = "thread"
 
 
 class RowsWithoutObjects(StrEnum):
-    """What becomes of rows that do not say which objects their image shows."""
+    """The treatment of rows that do not say which objects their image shows."""
 
     REFUSE = "refuse"
     CHANNEL_A_ONLY = "channel_a_only"
 
 
 class Dialect(StrEnum):
-    """How the model writes objects."""
+    """The format in which the model writes objects."""
 
     OBJECT_LIST = "object_list"
     OBJECT_MAP = "object_map"
@@ -68,7 +68,7 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN
-    """What to do when the realised ratio stays under half of b_ratio."""
+    """The reaction when the realised ratio stays under half of b_ratio."""
     grace_steps: int = 200
     """For how many optimizer steps it may stay there first."""
 

@@ -202,6 +202,6 @@ def score(
 
 
 def words_of_launcher(line: str) -> str | None:
-    """What the launcher itself said; None for a line of a server or a rank, which is in the log."""
+    """The launcher's own words in a line; None for one of a server or a rank, which is in the log."""
     plain = _COLOUR.sub("", line)
     return plain.removeprefix(_LAUNCHER) if plain.startswith(_LAUNCHER) else None

@@ -26,7 +26,7 @@ CHILD_ENVIRONMENT = {
     "QWENVL_BBOX_FORMAT": "new",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every process of a job gets: nothing is looked up outside, and ranks and server share the cores."""
+"""For every process of a job: nothing is looked up outside, and ranks and server share the cores."""
 
 PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
@@ -48,7 +48,7 @@ class DemoJob:
     plugins: tuple[Path, ...] = ()
     """Further files for ms-swift's ``external_plugins``."""
     engine: ServerEngine = ServerEngine.TRANSFORMERS
-    """What serves rollouts."""
+    """The rollout server's engine."""
     on_pending: OnPending = OnPending.WAIT
     max_new_tokens: int = 128
     temperature: float = 0.3
@@ -94,7 +94,7 @@ def write_config(job: DemoJob, ports: tuple[int, int]) -> Path:
 
 
 def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
-    """What differs from the defaults. Without channel B there is no server."""
+    """The settings that differ from the defaults. Without channel B there is no server."""
     config: dict[str, Any] = {
         "swift": _swift_arguments(job),
         "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}},

@@ -149,7 +149,7 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOutcome:
-    """What one demo showed."""
+    """The result of one demo."""
 
     summary: RunSummary
     before: DetectionScore
@@ -184,7 +184,7 @@ def score_table(outcome: DemoOutcome) -> Table:
 
 
 def problems_of(outcome: DemoOutcome) -> tuple[str, ...]:
-    """What keeps a demo from being a success, one line each."""
+    """The reasons why a demo is no success, one line each."""
     return tuple(_problems(outcome))
 
 

@@ -39,7 +39,7 @@ _HELD_OUT_SCANS = 8  # every eighth scan
 
 
 class SceneKind(StrEnum):
-    """What a scene shows."""
+    """The kind of objects in a scene."""
 
     SHAPES = "shapes"
     DIGITS = "digits"

@@ -21,7 +21,7 @@ def why_deaf(base_url: str, timeout_s: float) -> str:
 
 
 def connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
-    """What ends an attempt to connect; None when one succeeds."""
+    """The error that ends an attempt to connect; None when one succeeds."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def http_remedy(error: OSError) -> str:
-    """What to mend when a rollout server's HTTP port cannot be connected to."""
+    """The remedy when a rollout server's HTTP port cannot be connected to."""
     return _remedy(
         error,
         host="the host of base_url",
@@ -61,7 +61,7 @@ def http_remedy(error: OSError) -> str:
 
 
 def group_remedy(error: OSError) -> str:
-    """What to mend when the port for weights cannot be connected to."""
+    """The remedy when the port for weights cannot be connected to."""
     return _remedy(
         error,
         host="rollout.servers[].group_host (by default the host of base_url)",

@@ -33,7 +33,7 @@ def checkpoint_step(directory: Path) -> int | None:
 
 
 def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
-    """What a resume from ``directory`` would lack, empty if nothing. ``needs_stage2``: the run has a channel B."""
+    """Why no run can resume from ``directory``, empty if one can. ``needs_stage2``: the run has a channel B."""
     if broken := [path.name for path in sorted(directory.rglob("*")) if not _is_readable(path)]:
         return f"{broken[0]} is cut or damaged"
     try:

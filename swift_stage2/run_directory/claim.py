@@ -64,7 +64,7 @@ def starting_point(config: Stage2Config, *, resume: bool) -> StartingPoint:
 
 
 def what_was_trained(run_dir: Path) -> str:
-    """What shows that a run has trained here, in a few words; empty if nothing does."""
+    """The traces of a run that has trained here, in a few words; empty if there are none."""
     steps = [step for path in run_dir.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
     if steps:
         return f"checkpoint-{max(steps)}"

@@ -1,4 +1,4 @@
-"""What a command prints: the line with which it gives up, and standard output whose reader may leave before the end."""
+"""A command's output: the line with which it gives up, and stdout whose reader may leave before the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def let_go() -> None:
 
 
 def throw_away() -> None:
-    """What is buffered and what comes goes nowhere: for who has told in another way that stdout takes nothing."""
+    """Sends what is buffered and what comes nowhere; for a caller that has told otherwise that stdout takes nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, _STDOUT)
     os.close(nowhere)

@@ -75,7 +75,7 @@ def test_the_log_holds_the_stack_of_the_thread_that_waits(caplog: pytest.LogCapt
         watch.stop()
         release.set()
         thread.join(30)
-    assert not watch._thread.is_alive()
+    assert not any(thread.name == "progress-watch" for thread in threading.enumerate())
     text = caplog.messages[0]
     assert text.startswith("no progress: it waits for ")
     assert "thread the-one-that-hangs:" in text
