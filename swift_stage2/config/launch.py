@@ -11,6 +11,16 @@ from typing import Any
 from swift_stage2.config import rules
 from swift_stage2.errors import ConfigError
 
+_WRITTEN_BY_LAUNCH = {
+    "host": "rollout.servers[].base_url",
+    "group_bind": "rollout.servers[].group_bind",
+    "port": "rollout.servers[].base_url",
+    "model": "launch.servers[].model",
+    "engine": "launch.servers[].engine",
+    "api_key": "the variable that rollout.api_key_env names",
+    "api_key_env": "rollout.api_key_env",
+}
+
 
 class ServerEngine(StrEnum):
     """Which program serves rollouts."""
@@ -46,8 +56,15 @@ class ServerProcess:
 
     def __post_init__(self) -> None:
         _check_devices(self.devices)
-        _check_env(self.env)
-        _check_args(self.args)
+        for name, value in self.env.items():
+            if name == "CUDA_VISIBLE_DEVICES":
+                raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
+            is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+            if not name or "=" in name or not is_text:
+                raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")
+        for name in self.args:
+            if source := _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_")):
+                raise ConfigError(f"args must not set {name}; launch takes it from {source}")
         if self.merge and self.engine is not ServerEngine.SWIFT:
             raise ConfigError(
                 f"merge is for stock servers (engine: swift), got engine={str(self.engine)!r}; "
@@ -172,30 +189,3 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
             "devices must be different numbers of at least 0, or names GPU-… or MIG-…, got "
             f"devices={list(devices)}; write numbers without quotes"
         )
-
-
-_WRITTEN_BY_LAUNCH = {
-    "host": "rollout.servers[].base_url",
-    "group_bind": "rollout.servers[].group_bind",
-    "port": "rollout.servers[].base_url",
-    "model": "launch.servers[].model",
-    "engine": "launch.servers[].engine",
-    "api_key": "the variable that rollout.api_key_env names",
-    "api_key_env": "rollout.api_key_env",
-}
-
-
-def _check_args(args: Mapping[str, Any]) -> None:
-    for name in args:
-        source = _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_"))
-        if source is not None:
-            raise ConfigError(f"args must not set {name}; launch takes it from {source}")
-
-
-def _check_env(env: Mapping[str, Any]) -> None:
-    for name, value in env.items():
-        if name == "CUDA_VISIBLE_DEVICES":
-            raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
-        is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
-        if not name or "=" in name or not is_text:
-            raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")

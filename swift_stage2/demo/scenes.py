@@ -96,11 +96,10 @@ def digit_scans(*, held_out: bool) -> tuple[Image.Image, ...]:
 
     scans = load_digits().images
     chosen = (scan for index, scan in enumerate(scans) if (index % _HELD_OUT_SCANS == 0) is held_out)
-    return tuple(_ink_of(Image.fromarray(np.clip(scan * 16, 0, 255).astype(np.uint8))) for scan in chosen)
-
-
-def _ink_of(scan: Image.Image) -> Image.Image:
-    return scan.crop(scan.point(lambda value: 255 if value >= 64 else 0).getbbox())
+    images = [Image.fromarray(np.clip(scan * 16, 0, 255).astype(np.uint8)) for scan in chosen]
+    return tuple(
+        image.crop(image.point(lambda value: 255 if value >= 64 else 0).getbbox()) for image in images
+    )
 
 
 def _draw_shapes(rng: random.Random, size: tuple[int, int]) -> tuple[Image.Image, list[tuple[str, Box]]]:

@@ -123,7 +123,13 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
             shutil.rmtree(directory, ignore_errors=True)
         if not is_storage_failure(error):
             raise
-        left = f"go on from {last}" if (last := _last_whole(directory.parent)) else "no whole one is left"
+        whole = [
+            path
+            for path in directory.parent.glob("checkpoint-*")
+            if not why_not_whole(path, needs_stage2=False)
+        ]
+        last = max(whole, key=lambda path: path.stat().st_mtime, default=None)
+        left = f"go on from {last}" if last else "no whole one is left"
         words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB
         raise StorageFull(
             f"a checkpoint needs a disk that takes it whole, got {directory}: {words} "
@@ -146,8 +152,3 @@ def _has_state(directory: Path) -> bool:
         return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
     except (OSError, ValueError):
         return False
-
-
-def _last_whole(run_dir: Path) -> Path | None:
-    found = [path for path in run_dir.glob("checkpoint-*") if not why_not_whole(path, needs_stage2=False)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
