@@ -54,9 +54,8 @@ from swift_stage2.preflight.preprocessing import check_preprocessing
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.server_wait import wait_for_servers
-from swift_stage2.process.background_failures import BackgroundFailures
-from swift_stage2.process.progress_watch import ProgressWatch
-from swift_stage2.process.standing import Standing
+from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.process.watches import ProgressWatch, Standing
 from swift_stage2.records import Pack, Sample
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings

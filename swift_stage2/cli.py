@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 from swift_stage2 import __version__
 from swift_stage2.errors import UserError
-from swift_stage2.terminal import standard_output
-from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error
 from swift_stage2.terminal.parser import CommandParser, rank_count
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
-    from swift_stage2.process.agent_watch import AgentWatch
+    from swift_stage2.process.torchrun import AgentWatch
 
 _FAILED = 1
 _USER_MISTAKE = 2
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        if not standard_output.has_lost_its_reader():
+        if not has_lost_its_reader():
             raise
         return _UNREAD
     except SystemExit as end:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _UNREAD
         raise
     finally:
-        standard_output.let_go()
+        let_go()
 
 
 def _run(arguments: list[str]) -> int:
@@ -158,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.process.agent_watch import AgentWatch
+    from swift_stage2.process.torchrun import AgentWatch
 
     with AgentWatch(os.environ) as agent:  # before the slow imports
         return _train_watched(config_path, agent, resume=resume)
@@ -170,7 +169,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.launch.rank_work import train_rank
     from swift_stage2.preflight.model import check_model
     from swift_stage2.preflight.model_family import check_family
-    from swift_stage2.process.rank_environment import check_gloo_address, check_rank_environment
+    from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 
     def work() -> int:
         # A mistake is told before the slow imports.
@@ -196,7 +195,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         return _FAILED
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
-        standard_output.let_go()
+        let_go()
         sys.stderr.flush()
         os._exit(status)
     return status

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from swift_stage2.errors import Stage2Error, UserError
-from swift_stage2.process.background_call import BackgroundCall
-from swift_stage2.process.tcp_probe import local_address_towards
+from swift_stage2.process.background import BackgroundCall
+from swift_stage2.process.route import local_address_towards
 
 _COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 

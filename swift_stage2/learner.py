@@ -21,7 +21,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Pack, RoundOutcome, StepRecord
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide

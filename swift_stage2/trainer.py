@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 
@@ -32,23 +32,23 @@ from transformers.trainer_utils import rotate_checkpoints  # noqa: E402
 from swift_stage2.assembly import start_run  # noqa: E402
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.collectives import leave_job  # noqa: E402
-from swift_stage2.compat.deepspeed import keep_buffers_exact, start_communication  # noqa: E402
+from swift_stage2.compat import keep_buffers_exact, start_communication  # noqa: E402
 from swift_stage2.config import Stage2Config, StarvationAction, load_config  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
 from swift_stage2.preflight.dataset import check_data  # noqa: E402
 from swift_stage2.preflight.model import check_model  # noqa: E402
-from swift_stage2.process.round_watch import EXIT_HANG  # noqa: E402
-from swift_stage2.process.tcp_probe import why_deaf  # noqa: E402
+from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.process.route import why_deaf  # noqa: E402
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
+from swift_stage2.process.watches import EXIT_HANG  # noqa: E402
 from swift_stage2.records import Pack, Sample  # noqa: E402
 from swift_stage2.run import Stage2Run  # noqa: E402
 from swift_stage2.run_directory import resume  # noqa: E402
-from swift_stage2.run_directory.checkpoint_writing import is_storage_failure, whole_checkpoint  # noqa: E402
+from swift_stage2.run_directory.checkpoints import is_storage_failure, whole_checkpoint  # noqa: E402
 from swift_stage2.scheduling.step_plan import Channel  # noqa: E402
 from swift_stage2.servers import protocol as rollout_protocol  # noqa: E402
-from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 from swift_stage2.weights.transport import WeightTransport  # noqa: E402
 

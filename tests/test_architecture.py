@@ -25,8 +25,7 @@ WAITING_METHODS = {
 }
 KNOWS_SWIFT = {
     "trainer.py",
-    "swift_parsing.py",
-    "preflight/swift_argument_names.py",
+    "preflight/preflight/preflight/swift_parsing.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }

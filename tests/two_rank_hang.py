@@ -1,4 +1,4 @@
-"""One of two gloo ranks whose sync round gets stuck on one of them; started by ``test_round_watch.py``.
+"""One of two gloo ranks whose sync round gets stuck on one of them; started by ``test_watches.py``.
 
 The round is the real one. ``gather`` and ``canary``: rank 1 fails inside what both must do together, before it meets
 rank 0 there. ``main_thread``: rank 0 alone blocks for ever while it reads weights. Ends as ``train`` does.
@@ -18,7 +18,7 @@ from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCan
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.process.round_watch import EXIT_HANG
+from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync

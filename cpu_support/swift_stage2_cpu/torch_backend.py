@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_DECLARING_MODULE = "swift_stage2.compat.torchvision_on_cpu"
+_DECLARING_MODULE = "swift_stage2.compat"
 
 
 def declare_torchvision_operators() -> None:
@@ -15,6 +15,6 @@ def declare_torchvision_operators() -> None:
         return
     if _DECLARING_MODULE in sys.modules:
         return  # it is what imports torch just now, and declares by itself
-    from swift_stage2.compat.torchvision_on_cpu import declare_operators
+    from swift_stage2.compat import declare_operators
 
     declare_operators()

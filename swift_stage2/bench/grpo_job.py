@@ -14,9 +14,8 @@ from typing import Any
 from swift_stage2.bench.stand_in_job import PLUGINS, TORCHRUN, UNATTENDED
 from swift_stage2.bench.thread_times import CLOCK_FILE, DIRECTORY_VARIABLE
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
-from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
 
 GRPO_CLOCK = "stage2_grpo_clock"
 """Of the callback in ``grpo_plugin``."""

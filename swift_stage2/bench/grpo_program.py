@@ -12,7 +12,7 @@ import runpy
 from collections.abc import Iterable
 from typing import Any
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 
 _CLIENT = "swift.rlhf_trainers.vllm_client"
 

@@ -24,10 +24,10 @@ from swift_stage2.bench.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, s
 from swift_stage2.bench.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, SwitchedBlocks, is_on
 from swift_stage2.config import Preprocessing
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 BUDGET = 1.03

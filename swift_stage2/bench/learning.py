@@ -15,14 +15,13 @@ from pathlib import Path
 from swift_stage2.bench.faults.bench_options import refuse_below
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.bench.spread import mean_and_range
-from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.child_runs import ChildRuns, score, train
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
-from swift_stage2.demo.detection_score import DetectionScore
-from swift_stage2.demo.scene_files import SceneFiles, num_train_samples, write_scenes
+from swift_stage2.demo.grounding_dataset import SceneFiles, num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.training import score, train
+from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 from swift_stage2.terminal.parser import CommandParser

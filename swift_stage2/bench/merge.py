@@ -27,7 +27,7 @@ from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.servers import protocol
 from swift_stage2.terminal.parser import CommandParser
 

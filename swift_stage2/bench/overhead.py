@@ -24,14 +24,13 @@ from rich.table import Table
 
 from swift_stage2.bench.paired_steps import Floats, PairedRatio, compare, num_common, step_seconds
 from swift_stage2.config import load_config
-from swift_stage2.demo.child_runs import Child, ChildRuns
+from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, Child, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
-from swift_stage2.demo.scene_files import num_train_samples, write_scenes
+from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.cores import split_cores
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 STEP_CLOCK = Path(__file__).parent / "step_clock.py"

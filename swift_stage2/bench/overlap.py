@@ -25,11 +25,11 @@ from swift_stage2.bench.spread import Spread, verdict
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, start_stand_in
 from swift_stage2.bench.thread_times import WAITS_FILE
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 BUDGET = 0.9

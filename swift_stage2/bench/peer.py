@@ -32,12 +32,12 @@ from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.spread import Spread
 from swift_stage2.bench.stand_in_job import PLUGINS, Arm, run_arm, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import UserError
 from swift_stage2.launch.cores import split_cores
 from swift_stage2.rollout_server.vllm_package import require_vllm
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 from swift_stage2.terminal.parser import CommandParser
 

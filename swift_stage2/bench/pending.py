@@ -20,13 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from swift_stage2.config import OnPending, ServerEngine
-from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.child_runs import ChildRuns, train
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
-from swift_stage2.demo.scene_files import num_train_samples, write_scenes
+from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.training import train
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.terminal.parser import CommandParser
 

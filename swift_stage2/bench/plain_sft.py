@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import runpy
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 
 if __name__ == "__main__":
     declare_operators()

@@ -23,7 +23,7 @@ from swift_stage2.bench.spread import Spread, fit_exponent, verdict
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 SECONDS_BUDGET = 0.002

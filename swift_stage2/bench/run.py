@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from swift_stage2.errors import ChildFailed
-from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
 
 BENCHES = {

@@ -14,8 +14,7 @@ from types import TracebackType
 
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports
-from swift_stage2.demo.demo_server import server_entry
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job

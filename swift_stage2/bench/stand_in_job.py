@@ -16,9 +16,8 @@ from swift_stage2.bench.servers import BenchServers
 from swift_stage2.bench.thread_times import CLOCK_FILE, CLOCK_NAME, DIRECTORY_VARIABLE
 from swift_stage2.config import Preprocessing, load_config
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, config_of, free_ports
-from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
 from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.telemetry.audit import Record, audit_path
 

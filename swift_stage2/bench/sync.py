@@ -29,7 +29,7 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.records import RoundOutcome
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.terminal.parser import CommandParser

@@ -28,7 +28,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
-from swift_stage2.process.standing import Standing
+from swift_stage2.process.watches import Standing
 from swift_stage2.records import (
     BatchOutcome,
     Pack,

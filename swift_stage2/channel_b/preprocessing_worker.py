@@ -166,7 +166,7 @@ def serve(channel: socket.socket, connection: Connection) -> None:
 
 def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
     sys.path[:] = setup.import_path
-    from swift_stage2.compat.torchvision_on_cpu import declare_operators
+    from swift_stage2.compat import declare_operators
 
     declare_operators()  # before the template imports torchvision
     encoder, task, packing_length = pickle.loads(setup.parts)

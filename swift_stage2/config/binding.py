@@ -17,7 +17,7 @@ from swift_stage2.nearest_word import closest
 
 S = TypeVar("S")
 
-# What a value must be, and one that is.
+# The words for each type, and an example.
 _KINDS: dict[type, tuple[str, str]] = {
     bool: ("true or false", "true"),
     int: ("an integer", "4"),
@@ -38,7 +38,11 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
     for key in data:
         if key not in declared:
             raise ConfigError(_unknown_key(key, place, tuple(declared), root))
-    _refuse_missing(declared, data, place)
+    for name, item in declared.items():
+        if name not in data and item.default is MISSING and item.default_factory is MISSING:
+            full = f"{place}.{name}" if place else name
+            hint = f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
+            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{hint}")
     values = {
         key: _convert(hints[key], value, root=root, place=f"{place}.{key}" if place else key)
         for key, value in data.items()
@@ -65,8 +69,7 @@ def _hint(item: Field[Any]) -> str:
 
 def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
     where = f"section {place}" if place else "the top level"
-    near = closest(key, valid)
-    if near is not None:
+    if near := closest(key, valid):
         return f"unknown key {key!r} in {where}; did you mean {near!r}?"
     elsewhere = [path for path in _all_keys(root) if path.rpartition(".")[2] == key]
     if elsewhere:
@@ -115,10 +118,10 @@ def _scalar(kind: type, value: Any, place: str) -> Any:
         choices = tuple(str(member) for member in kind)
         if value in choices:
             return kind(value)
-        near = closest(value, choices) if isinstance(value, str) else None
-        if near:
-            raise ConfigError(f"{_must_be(place, ' or '.join(choices), value)}; did you mean {near!r}?")
-        raise ConfigError(_wrong(place, " or ".join(choices), value, choices[0]))
+        wanted = " or ".join(choices)
+        if isinstance(value, str) and (near := closest(value, choices)):
+            raise ConfigError(f"{_must_be(place, wanted, value)}; did you mean {near!r}?")
+        raise ConfigError(_wrong(place, wanted, value, choices[0]))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
@@ -128,7 +131,7 @@ def _scalar(kind: type, value: Any, place: str) -> Any:
 
 
 def _example(hint: Any) -> str:
-    """What a value of this type looks like in the file."""
+    """A value of this type as the file holds it."""
     if isinstance(hint, type) and is_dataclass(hint):
         return f"{{{fields(hint)[0].name}: …}}"
     hint = int if hint == int | str else hint

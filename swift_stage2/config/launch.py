@@ -11,6 +11,16 @@ from typing import Any
 from swift_stage2.config import rules
 from swift_stage2.errors import ConfigError
 
+_WRITTEN_BY_LAUNCH = {
+    "host": "rollout.servers[].base_url",
+    "group_bind": "rollout.servers[].group_bind",
+    "port": "rollout.servers[].base_url",
+    "model": "launch.servers[].model",
+    "engine": "launch.servers[].engine",
+    "api_key": "the variable that rollout.api_key_env names",
+    "api_key_env": "rollout.api_key_env",
+}
+
 
 class ServerEngine(StrEnum):
     """Which program serves rollouts."""
@@ -21,7 +31,7 @@ class ServerEngine(StrEnum):
 
 
 class RestartPolicy(StrEnum):
-    """What becomes of a server that ends while the learner runs."""
+    """Whether a server that ends while the learner runs is started again."""
 
     NEVER = "never"
     ON_FAILURE = "on_failure"
@@ -46,8 +56,15 @@ class ServerProcess:
 
     def __post_init__(self) -> None:
         _check_devices(self.devices)
-        _check_env(self.env)
-        _check_args(self.args)
+        for name, value in self.env.items():
+            if name == "CUDA_VISIBLE_DEVICES":
+                raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
+            is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+            if not name or "=" in name or not is_text:
+                raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")
+        for name in self.args:
+            if source := _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_")):
+                raise ConfigError(f"args must not set {name}; launch takes it from {source}")
         if self.merge and self.engine is not ServerEngine.SWIFT:
             raise ConfigError(
                 f"merge is for stock servers (engine: swift), got engine={str(self.engine)!r}; "
@@ -80,12 +97,11 @@ class LearnerProcess:
     """Seconds between SIGTERM and SIGKILL of the ranks: long enough to save a checkpoint."""
 
     def __post_init__(self) -> None:
-        rules.at_least("nproc_per_node", self.nproc_per_node, 1)
-        rules.at_least("nnodes", self.nnodes, 1)
+        rules.at_least(self, 1, "nproc_per_node", "nnodes")
         if self.node_rank is not None:
             self.check_node_rank(self.node_rank)
         self._check_rendezvous()
-        rules.deadline("shutdown_timeout_s", self.shutdown_timeout_s)
+        rules.deadline(self, "shutdown_timeout_s")
         _check_devices(self.devices)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
@@ -127,8 +143,8 @@ class RestartConfig:
     """Seconds before a server's first restart; doubles each time."""
 
     def __post_init__(self) -> None:
-        rules.at_least("max_restarts", self.max_restarts, 1, "write policy: never for none")
-        rules.at_least("backoff_s", self.backoff_s, 0)
+        rules.at_least(self, 1, "max_restarts", remedy="write policy: never for none")
+        rules.at_least(self, 0, "backoff_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +158,7 @@ class LaunchConfig:
     """Whether servers that end are started again."""
 
     def __post_init__(self) -> None:
-        rules.deadline("server_shutdown_timeout_s", self.server_shutdown_timeout_s)
+        rules.deadline(self, "server_shutdown_timeout_s")
 
     def refuse_shared_devices(self, hosts: Sequence[str] = ()) -> None:
         """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's; all are its by default.
@@ -173,30 +189,3 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
             "devices must be different numbers of at least 0, or names GPU-… or MIG-…, got "
             f"devices={list(devices)}; write numbers without quotes"
         )
-
-
-_WRITTEN_BY_LAUNCH = {
-    "host": "rollout.servers[].base_url",
-    "group_bind": "rollout.servers[].group_bind",
-    "port": "rollout.servers[].base_url",
-    "model": "launch.servers[].model",
-    "engine": "launch.servers[].engine",
-    "api_key": "the variable that rollout.api_key_env names",
-    "api_key_env": "rollout.api_key_env",
-}
-
-
-def _check_args(args: Mapping[str, Any]) -> None:
-    for name in args:
-        source = _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_"))
-        if source is not None:
-            raise ConfigError(f"args must not set {name}; launch takes it from {source}")
-
-
-def _check_env(env: Mapping[str, Any]) -> None:
-    for name, value in env.items():
-        if name == "CUDA_VISIBLE_DEVICES":
-            raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
-        is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
-        if not name or "=" in name or not is_text:
-            raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")

@@ -23,20 +23,20 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
 
 class SyncMode(StrEnum):
-    """What a sync round sends: all weights, merged under LoRA. There is no other mode."""
+    """A sync round sends all weights, merged under LoRA. There is no other mode."""
 
     FULL = "full"
 
 
 class OnPending(StrEnum):
-    """What a pending round does with rollouts that are still running on a server that can abort."""
+    """A pending round waits for rollouts that still run, or aborts them on a server that can."""
 
     WAIT = "wait"
     ABORT = "abort"
 
 
 class Proof(StrEnum):
-    """What must be shown before a server may be inferred from after a round."""
+    """The proof that a server must give after a round, before it is asked again."""
 
     AUTO = "auto"
     CHECKSUM = "checksum"
@@ -97,12 +97,12 @@ class DecodingConfig:
     """Above 1 discourages what was said before; 1 turns it off."""
 
     def __post_init__(self) -> None:
-        rules.at_least("temperature", self.temperature, 0)
-        rules.above_zero("top_p", self.top_p, 1, "1 turns nucleus sampling off")
+        rules.at_least(self, 0, "temperature")
+        rules.at_least(self, 1, "max_new_tokens")
+        rules.above_zero(self, "top_p", 1, "1 turns nucleus sampling off")
+        rules.above_zero(self, "repetition_penalty")
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got top_k={self.top_k}")
-        rules.at_least("max_new_tokens", self.max_new_tokens, 1)
-        rules.above_zero("repetition_penalty", self.repetition_penalty)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +123,9 @@ class SyncConfig:
     """Where the doubling ends."""
 
     def __post_init__(self) -> None:
-        rules.deadline("timeout_s", self.timeout_s)
-        rules.at_least("bucket_mib", self.bucket_mib, 1)
-        rules.at_least("backoff_steps", self.backoff_steps, 1)
-        rules.at_least(
-            "max_backoff_steps", self.max_backoff_steps, self.backoff_steps, "it is backoff_steps's limit"
-        )
+        rules.deadline(self, "timeout_s")
+        rules.at_least(self, 1, "bucket_mib", "backoff_steps")
+        rules.at_least(self, self.backoff_steps, "max_backoff_steps", remedy="it is backoff_steps's limit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,10 +145,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         rules.variable_name("api_key_env", self.api_key_env)
-        rules.at_least("max_inflight_per_server", self.max_inflight_per_server, 1)
-        rules.above_zero("max_inflight_per_server", self.max_inflight_per_server, MAX_REQUESTS_PER_POST)
-        rules.deadline("request_timeout_s", self.request_timeout_s)
-        rules.deadline("start_timeout_s", self.start_timeout_s)
+        rules.at_least(self, 1, "max_inflight_per_server")
+        rules.above_zero(self, "max_inflight_per_server", MAX_REQUESTS_PER_POST)
+        rules.deadline(self, "request_timeout_s", "start_timeout_s")
         _refuse_shared_ports(self.servers)
 
     def api_key(self) -> str | None:

@@ -13,20 +13,21 @@ from typing import Any
 
 from swift_stage2.config import rules
 from swift_stage2.config.binding import bind
-from swift_stage2.config.inequality import Inequality
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
 from swift_stage2.config.rollout import OnPending, RolloutConfig
+from swift_stage2.config.rules import Inequality
 from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, StarvationAction
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
-from swift_stage2.config.yaml_text import read_yaml, write_yaml
+from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
+from swift_stage2.process.route import is_loopback
 
 _WANTED_STEPS_IN_GRACE = 4
 # A round's own waits (a lost group, a busy server, the last calls) are of seconds; a bucket is copied, summed, sent
 # and taken, at this pace or better.
 _ROUND_FIXED_S = 10.0
 _SLOW_BUCKET_MIB_PER_S = 100.0
-# What a call costs besides its tokens, and a pace that no server keeps for one conversation among several.
+# The seconds of a call besides its tokens, and a pace that no server keeps for one conversation among several.
 _REQUEST_FIXED_S = 1.0
 _FAST_TOKENS_PER_S = 400.0
 
@@ -80,10 +81,15 @@ class Stage2Config:
 
     def __post_init__(self) -> None:
         # The servers first: without them every other rule between sections speaks of defaults that nobody wrote.
+        if self.b_enabled and not self.rollout.servers:
+            raise ConfigError(
+                "rollout.servers must name at least one server when b_ratio is above 0, got none and "
+                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
+                "write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0"
+            )
+        rules.deadline(self, "control_timeout_s")
         if self.b_enabled:
-            self._check_servers()
-        rules.deadline("control_timeout_s", self.control_timeout_s)
-        self._check_control_timeout()
+            self._control_timeout_inequality().require()
         self._check_launch()
         if self.telemetry.record and not self.swift.get("model"):
             raise ConfigError(
@@ -128,27 +134,15 @@ class Stage2Config:
 
         Without ``gradient_accumulation_steps`` those about the packs of a step are left out.
         """
-        between_steps: tuple[Inequality, ...] = ()
-        if gradient_accumulation_steps is not None:
-            between_steps = (
-                *self._accumulation_inequalities(gradient_accumulation_steps),
-                self._queue_advice(gradient_accumulation_steps),
-            )
+        steps = gradient_accumulation_steps
         return (
             *self.stage2_ab.channel_b.prefetch.inequalities,
             self._control_timeout_inequality(),
-            *between_steps,
+            *(self._accumulation_inequalities(steps) if steps is not None else ()),
             self._starvation_advice(),
             self._round_time_advice(),
             self._request_time_advice(),
         )
-
-    def useful_queue_limit(self, gradient_accumulation_steps: int) -> int:
-        """Packs that the schedule can consume within the version window; more would expire unused."""
-        prefetch = self.stage2_ab.channel_b.prefetch
-        steps_in_window = (prefetch.version_window + 1) * prefetch.sync_every_steps
-        wanted = math.ceil(steps_in_window * self.stage2_ab.schedule.exact_b_ratio)
-        return gradient_accumulation_steps * max(1, wanted)
 
     def check_accumulation(self, gradient_accumulation_steps: int) -> None:
         """Refuses a queue that cannot hold one step's packs; the trainer calls it with ms-swift's own value.
@@ -156,10 +150,10 @@ class Stage2Config:
         Raises:
             ConfigError: queue_limit or prefetch_target_packs is under ``gradient_accumulation_steps``.
         """
-        if not self.b_enabled:
-            return
-        for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
-            inequality.require()
+        if self.b_enabled:
+            for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
+                if not inequality.is_advice:
+                    inequality.require()
 
     def check_validation_set(self, num_rows: int) -> None:
         """Refuses evaluations without rows; the trainer calls it with what ms-swift made of its arguments.
@@ -179,23 +173,12 @@ class Stage2Config:
         """The section ``swift`` as argv for ms-swift's parser."""
         return as_argv(self.swift)
 
-    def to_yaml(self) -> str:
-        """Every setting, defaults included, as YAML that ``load_config`` reads back to an equal object."""
-        return write_yaml(_plain(asdict(self)))
-
     def without_secrets(self) -> dict[str, Any]:
-        """Every setting that a learner needs, as plain values; what may hold a secret is left out.
-
-        That is ``launch.servers`` with their environments, and ms-swift's tokens.
-        """
+        """Every setting that a learner needs, as plain values: no ``launch.servers``, and none of ms-swift's tokens."""
         plain: dict[str, Any] = _plain(asdict(self))
         plain["launch"]["servers"] = []
         plain["swift"] = {key: value for key, value in plain["swift"].items() if not _SECRET.search(key)}
         return plain
-
-    def _check_control_timeout(self) -> None:
-        if self.b_enabled:
-            self._control_timeout_inequality().require()
 
     def _control_timeout_inequality(self) -> Inequality:
         sync_s, request_s = self.rollout.sync.timeout_s, self.rollout.request_timeout_s
@@ -210,8 +193,9 @@ class Stage2Config:
         )
 
     def _accumulation_inequalities(self, gradient_accumulation_steps: int) -> tuple[Inequality, ...]:
-        prefetch = self.stage2_ab.channel_b.prefetch
-        return tuple(
+        """Whether target and limit hold the packs of a step, and advice against packs that would expire unused."""
+        prefetch, schedule = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule
+        holding_a_step = (
             Inequality(
                 name=f"{what} holds a step",
                 statement=f"{name} >= gradient_accumulation_steps",
@@ -221,26 +205,27 @@ class Stage2Config:
                 f"gradient_accumulation_steps={gradient_accumulation_steps} packs, got {name}={value}",
                 remedy=f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more",
             )
-            for what, name in (("target", "prefetch_target_packs"), ("limit", "queue_limit"))
-            for value in (getattr(prefetch, name),)
+            for what, name, value in (
+                ("target", "prefetch_target_packs", prefetch.prefetch_target_packs),
+                ("limit", "queue_limit", prefetch.queue_limit),
+            )
         )
-
-    def _queue_advice(self, gradient_accumulation_steps: int) -> Inequality:
-        prefetch = self.stage2_ab.channel_b.prefetch
-        limit, useful = prefetch.queue_limit, self.useful_queue_limit(gradient_accumulation_steps)
-        default = " (the default)" if limit == PrefetchConfig().queue_limit else ""
-        return Inequality(
+        steps_in_window = (prefetch.version_window + 1) * prefetch.sync_every_steps
+        useful = gradient_accumulation_steps * max(1, math.ceil(steps_in_window * schedule.exact_b_ratio))
+        default = " (the default)" if prefetch.queue_limit == PrefetchConfig().queue_limit else ""
+        advice = Inequality(
             name="useful limit",
             statement="queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio "
             "* sync_every_steps))",
-            numbers=f"{limit} <= {gradient_accumulation_steps} * max(1, ceil(({prefetch.version_window} + 1) * "
-            f"{self.stage2_ab.schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
-            holds=limit <= useful,
-            refusal=f"queue_limit={limit}{default} is more than the {useful} packs that can be trained before they "
-            "expire",
+            numbers=f"{prefetch.queue_limit} <= {gradient_accumulation_steps} * max(1, ceil("
+            f"({prefetch.version_window} + 1) * {schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
+            holds=prefetch.queue_limit <= useful,
+            refusal=f"queue_limit={prefetch.queue_limit}{default} is more than the {useful} packs that can be trained "
+            "before they expire",
             remedy=f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
             is_advice=True,
         )
+        return (*holding_a_step, advice)
 
     def _starvation_advice(self) -> Inequality:
         """Starvation is judged on the B steps that were wanted in the grace: one alone decides nothing."""
@@ -288,14 +273,6 @@ class Stage2Config:
             is_advice=True,
         )
 
-    def _check_servers(self) -> None:
-        if not self.rollout.servers:
-            raise ConfigError(
-                "rollout.servers must name at least one server when b_ratio is above 0, got none and "
-                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
-                "write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0"
-            )
-
     def _check_evaluation(self) -> None:
         every_steps = self.stage2_ab.evaluation.every_steps
         if every_steps and not self.b_enabled:
@@ -319,7 +296,7 @@ class Stage2Config:
             )
         aborts = self.b_enabled and self.rollout.sync.on_pending is OnPending.ABORT
         hosts = [server.host for server in self.rollout.servers]
-        self.launch.refuse_shared_devices(["" if _is_loopback(host) else host for host in hosts[:started]])
+        self.launch.refuse_shared_devices(["" if is_loopback(host) else host for host in hosts[:started]])
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
             if aborts and process.engine is ServerEngine.SWIFT:
@@ -359,10 +336,6 @@ def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
             raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
         if isinstance(value, Mapping) and f"{place}{key}" != "swift":
             _refuse_retired(value, f"{place}{key}.")
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
-"""The few rules that most settings obey. Each raises ``ConfigError`` with rule, value and remedy."""
+"""Rules between and about settings; each refuses with rule, value and remedy in one line."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import Any
 
 from swift_stage2.errors import ConfigError
 
@@ -13,33 +15,62 @@ _SHORTEST_KEY = 16
 _CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)?.*@", re.DOTALL)
 
 
-def at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
-    """``value >= minimum`` and finite."""
-    _refuse_unless(math.isfinite(value) and value >= minimum, f"at least {minimum}", name, value, remedy)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inequality:
+    """A rule as evaluated on one configuration."""
+
+    name: str
+    """Two or three words, one of its own for each rule."""
+    statement: str
+    """The rule in the names of the keys: ``prefetch_target_packs <= queue_limit``."""
+    numbers: str
+    """The same with the numbers: ``4 <= 8``."""
+    holds: bool
+    refusal: str
+    """The mistake when it does not hold, with ``got name=value``."""
+    remedy: str
+    """The correction, in one line."""
+    is_advice: bool = False
+    """Such a setting wastes something; it is warned about, not refused."""
+
+    def require(self) -> None:
+        """Raises ConfigError unless the rule holds."""
+        if not self.holds:
+            raise ConfigError(self.message)
+
+    @property
+    def message(self) -> str:
+        """Rule, what was got, and remedy in one line."""
+        return f"{self.refusal}; {self.remedy}"
 
 
-def in_unit_range(name: str, value: float, remedy: str = "") -> None:
+def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> None:
+    """Each of the section's settings is finite and at least ``minimum``."""
+    for name in names:
+        value = getattr(section, name)
+        _refuse_unless(math.isfinite(value) and value >= minimum, f"at least {minimum}", name, value, remedy)
+
+
+def in_unit_range(section: Any, name: str, remedy: str = "") -> None:
     """``0 <= value <= 1``."""
+    value = getattr(section, name)
     _refuse_unless(0 <= value <= 1, "in the range 0..1", name, value, remedy)
 
 
-def deadline(name: str, value: float) -> None:
-    """A deadline is finite and positive: nothing may wait for ever."""
-    remedy = "write a number of seconds, because every wait needs a deadline"
-    _refuse_unless(
-        math.isfinite(value) and value > 0, "a finite number of seconds above 0", name, value, remedy
-    )
+def deadline(section: Any, *names: str) -> None:
+    """Each is finite and positive: nothing may wait for ever."""
+    for name in names:
+        value = getattr(section, name)
+        allowed = "a finite number of seconds above 0"
+        remedy = "write a number of seconds, because every wait needs a deadline"
+        _refuse_unless(math.isfinite(value) and value > 0, allowed, name, value, remedy)
 
 
-def above_zero(name: str, value: float, maximum: float = math.inf, remedy: str = "") -> None:
+def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str = "") -> None:
     """``0 < value <= maximum`` and finite."""
+    value = getattr(section, name)
     allowed = "above 0" if math.isinf(maximum) else f"above 0 and at most {maximum:g}"
     _refuse_unless(math.isfinite(value) and 0 < value <= maximum, allowed, name, value, remedy)
-
-
-def not_blank(name: str, value: str) -> None:
-    """Text with something other than blanks in it."""
-    _refuse_unless(bool(value.strip()), "a text that is not blank", name, value, "")
 
 
 def variable_name(name: str, value: str) -> None:

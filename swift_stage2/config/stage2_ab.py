@@ -7,12 +7,12 @@ from enum import StrEnum
 from fractions import Fraction
 
 from swift_stage2.config import rules
-from swift_stage2.config.inequality import Inequality
+from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError
 
 
 class StarvationAction(StrEnum):
-    """What happens when channel B runs far less than the schedule wants."""
+    """The reaction when channel B runs far less than the schedule wants."""
 
     WARN = "warn"
     FAIL = "fail"
@@ -20,28 +20,28 @@ class StarvationAction(StrEnum):
 
 
 class OnPipelineFailure(StrEnum):
-    """What all ranks do when a background pipeline dies on one of them."""
+    """The reaction of all ranks when a background pipeline dies on one of them."""
 
     RAISE = "raise"
     CONTINUE_A = "continue_a"
 
 
 class Preprocessing(StrEnum):
-    """Where a rank's answers become packs."""
+    """The place where a rank's answers become packs."""
 
     PROCESS = "process"
     THREAD = "thread"
 
 
 class RowsWithoutObjects(StrEnum):
-    """What becomes of rows that do not say which objects their image shows."""
+    """The treatment of rows that do not say which objects their image shows."""
 
     REFUSE = "refuse"
     CHANNEL_A_ONLY = "channel_a_only"
 
 
 class Dialect(StrEnum):
-    """How the model writes objects."""
+    """The format in which the model writes objects."""
 
     OBJECT_LIST = "object_list"
     OBJECT_MAP = "object_map"
@@ -56,7 +56,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         rules.in_unit_range(
-            "b_ratio", self.b_ratio, "write the share of steps that want channel B, or 0 to turn it off"
+            self, "b_ratio", "write the share of steps that want channel B, or 0 to turn it off"
         )
 
     @property
@@ -68,12 +68,12 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN
-    """What to do when the realised ratio stays under half of b_ratio."""
+    """The reaction when the realised ratio stays under half of b_ratio."""
     grace_steps: int = 200
     """For how many optimizer steps it may stay there first."""
 
     def __post_init__(self) -> None:
-        rules.at_least("grace_steps", self.grace_steps, 1)
+        rules.at_least(self, 1, "grace_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +94,8 @@ class PrefetchConfig:
     """Rollouts of one sample before it is quarantined as too slow."""
 
     def __post_init__(self) -> None:
-        rules.at_least("queue_limit", self.queue_limit, 1)
-        rules.at_least("version_window", self.version_window, 0)
-        rules.at_least("sync_every_steps", self.sync_every_steps, 1)
-        rules.at_least("prefetch_target_packs", self.prefetch_target_packs, 1)
-        rules.at_least("min_ready_tokens", self.min_ready_tokens, 0)
-        rules.at_least("max_attempts", self.max_attempts, 1)
+        rules.at_least(self, 1, "queue_limit", "sync_every_steps", "prefetch_target_packs", "max_attempts")
+        rules.at_least(self, 0, "version_window", "min_ready_tokens")
         for inequality in self.inequalities:
             inequality.require()
 
@@ -139,8 +135,8 @@ class PackingConfig:
     """A pack filled less than this waits for more, unless the queue is starving."""
 
     def __post_init__(self) -> None:
-        rules.at_least("packing_length", self.packing_length, 1)
-        rules.in_unit_range("packing_min_fill_ratio", self.packing_min_fill_ratio)
+        rules.at_least(self, 1, "packing_length")
+        rules.in_unit_range(self, "packing_min_fill_ratio")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +153,9 @@ class MatchingConfig:
     """Whether only objects of one label may be paired."""
 
     def __post_init__(self) -> None:
-        rules.in_unit_range("iou_threshold", self.iou_threshold)
-        rules.at_least("top_k", self.top_k, 1, "each prediction needs at least one candidate")
-        rules.at_least("unmatched_prediction_cost", self.unmatched_prediction_cost, 0)
-        rules.at_least("unmatched_ground_truth_cost", self.unmatched_ground_truth_cost, 0)
+        rules.in_unit_range(self, "iou_threshold")
+        rules.at_least(self, 1, "top_k", remedy="each prediction needs at least one candidate")
+        rules.at_least(self, 0, "unmatched_prediction_cost", "unmatched_ground_truth_cost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,10 +176,8 @@ class TargetWeights:
     """The closing of the outermost container and the end of turn."""
 
     def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in self.__slots__}
-        for name, value in weights.items():
-            rules.at_least(name, value, 0)
-        if not any(weights.values()):
+        rules.at_least(self, 0, *self.__slots__)
+        if not any(getattr(self, name) for name in self.__slots__):
             raise ConfigError(
                 "at least one target weight must be above 0, got 0 for all; nothing would be trained"
             )
@@ -216,7 +209,7 @@ class ChannelBConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
 
     def __post_init__(self) -> None:
-        rules.in_unit_range("max_truncated_ratio", self.max_truncated_ratio)
+        rules.in_unit_range(self, "max_truncated_ratio")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,9 +222,8 @@ class EvaluationConfig:
     """For how many optimizer steps an evaluation may hold a sync round back before it is cut short."""
 
     def __post_init__(self) -> None:
-        rules.at_least("every_steps", self.every_steps, 0)
-        rules.at_least("num_samples", self.num_samples, 1)
-        rules.at_least("max_round_delay_steps", self.max_round_delay_steps, 0)
+        rules.at_least(self, 0, "every_steps", "max_round_delay_steps")
+        rules.at_least(self, 1, "num_samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

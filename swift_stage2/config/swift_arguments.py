@@ -71,7 +71,7 @@ UNSUPPORTED = (
 )
 
 
-# What each argument that names files or directories may be, and how to write it.
+# The arguments that name files or directories: their kind, and an example.
 _ONE = "a path"
 _ANY = "a path or a list of paths"
 _PLACES = {

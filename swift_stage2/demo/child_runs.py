@@ -1,4 +1,4 @@
-"""Runs commands, one or several at once, and leaves no process behind, whatever way it ends.
+"""Trains and scores in child processes, one command or several at once, and leaves none behind, whatever way it ends.
 
 A thin use of the launcher's ``Job``: every command runs under a warden that also ends it when this process is
 killed. Called by the demo and the benches, on the main thread.
@@ -7,6 +7,8 @@ killed. Called by the demo and the benches, on the main thread.
 from __future__ import annotations
 
 import os
+import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,9 @@ from types import TracebackType
 
 import psutil
 
+from swift_stage2.config import load_config
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
+from swift_stage2.demo.scoring import DetectionScore, evaluation_command, read_scores
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import started_on
 from swift_stage2.launch.descendants import adopt_orphans
@@ -22,7 +27,16 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.launch.wait_notice import WaitNotice
+from swift_stage2.telemetry.live_state import RunProgress
+from swift_stage2.telemetry.live_view import LiveView
 
+START_DEADLINE_S = 600.0
+DEADLINE_PER_STEP_S = 10.0
+
+_EVALUATION_DEADLINE_S = 300.0
+_LAUNCHER = "[launch] [launch] "
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 
 
@@ -67,9 +81,7 @@ class ChildRuns:
         environment: Mapping[str, str] | None = None,
         each_moment: Callable[[], object] = lambda: None,
     ) -> None:
-        """Waits for one command to end well, and ends what it leaves behind.
-
-        ``environment`` is added to this process's. The log is ``log_dir/name.log``.
+        """Waits for one command to end well, and ends what it leaves behind. The log is ``log_dir/name.log``.
 
         Raises:
             ChildFailed: it ended with another status than 0, or not by its deadline; names cause and log.
@@ -90,8 +102,12 @@ class ChildRuns:
         """As ``run``, for several at once: waits for all to end well; the first that does not ends the others."""
         log_dir.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + deadline_s
+        trees: list[ProcessTree] = []
         with Job(log_dir, self._signals, self._show) as job:
-            trees = [_start(job, child) for child in children]
+            for child in children:
+                environment = {**os.environ, **child.environment}
+                with started_on(set(child.cores)):
+                    trees.append(job.start(Command(child.name, child.argv, environment, _GRACE_S)))
             running, failed = _look(trees)
             while running and failed is None:
                 job.step()
@@ -99,10 +115,8 @@ class ChildRuns:
                 if self._signals.received is not None:
                     raise KeyboardInterrupt
                 if time.monotonic() >= end:
-                    raise ChildFailed(
-                        f"{running[0].command.name} must end within {deadline_s:.0f} s, it did not; see "
-                        f"{running[0].log_path}"
-                    )
+                    name, log = running[0].command.name, running[0].log_path
+                    raise ChildFailed(f"{name} must end within {deadline_s:.0f} s, it did not; see {log}")
                 running, failed = _look(trees)
         each_moment()
         if failed is not None:
@@ -110,12 +124,6 @@ class ChildRuns:
             raise ChildFailed(
                 f"{failed.command.name} ended with status {status}: {cause}; see {failed.log_path}"
             )
-
-
-def _start(job: Job, child: Child) -> ProcessTree:
-    environment = {**os.environ, **child.environment}
-    with started_on(set(child.cores)):
-        return job.start(Command(name=child.name, argv=child.argv, environment=environment, grace_s=_GRACE_S))
 
 
 def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree | None]:
@@ -135,3 +143,65 @@ def _name(process: psutil.Process) -> str:
         return str(process.name())
     except psutil.Error:
         return "?"
+
+
+def train(
+    children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
+) -> None:
+    """Runs the job with ``swift-stage2 launch`` to its end; ``view`` shows how far it is, and is closed.
+
+    Raises:
+        ChildFailed: it did not end well.
+    """
+    config = load_config(job.config_path)
+    progress = RunProgress(
+        job.run_dir,
+        job.num_ranks,
+        job.num_steps,
+        b_enabled=config.b_enabled,
+        queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
+    )
+
+    notice = WaitNotice(lambda text: print(f"[demo] {text}", flush=True))
+
+    def show() -> None:
+        state = progress.refresh()
+        if state.step:
+            view.update(state)
+        else:
+            notice.remind("no step yet: servers and learner load")
+
+    command = (sys.executable, "-m", "swift_stage2", "launch", "--verbose", str(job.config_path))
+    deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
+    try:
+        children.run(
+            "launch",
+            command,
+            log_dir=job.directory / "logs",
+            deadline_s=deadline_s,
+            environment={**CHILD_ENVIRONMENT, **(environment or {})},
+            each_moment=show,
+        )
+    finally:
+        view.close()
+
+
+def score(
+    children: ChildRuns, held_out: Path, out: Path, checkpoints: Sequence[Path]
+) -> tuple[DetectionScore, ...]:
+    """Scores checkpoints alike, in one process.
+
+    Raises:
+        ChildFailed: it did not end well.
+    """
+    command = evaluation_command(held_out, out, checkpoints)
+    deadline_s = _EVALUATION_DEADLINE_S * len(checkpoints)
+    logs = out.parent / "logs"
+    children.run("evaluation", command, log_dir=logs, deadline_s=deadline_s, environment=CHILD_ENVIRONMENT)
+    return read_scores(out)
+
+
+def words_of_launcher(line: str) -> str | None:
+    """The launcher's own words in a line; None for one of a server or a rank, which is in the log."""
+    plain = _COLOUR.sub("", line)
+    return plain.removeprefix(_LAUNCHER) if plain.startswith(_LAUNCHER) else None

@@ -6,6 +6,7 @@ with ``swift-stage2 launch``. Called by the demo and the benches.
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from typing import Any
 
 from swift_stage2.config import OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE, server_entry
+from swift_stage2.rollout_server.vllm_package import CPU_SUPPORT, require_vllm
 
+TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
+MODEL_TYPE = "stage2_tiny_vl"
 STAGE1 = Path(__file__).parent / "stage1"
 CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -23,7 +26,7 @@ CHILD_ENVIRONMENT = {
     "QWENVL_BBOX_FORMAT": "new",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every process of a job gets: nothing is looked up outside, and ranks and server share the cores."""
+"""For every process of a job: nothing is looked up outside, and ranks and server share the cores."""
 
 PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
@@ -45,7 +48,7 @@ class DemoJob:
     plugins: tuple[Path, ...] = ()
     """Further files for ms-swift's ``external_plugins``."""
     engine: ServerEngine = ServerEngine.TRANSFORMERS
-    """What serves rollouts."""
+    """The rollout server's engine."""
     on_pending: OnPending = OnPending.WAIT
     max_new_tokens: int = 128
     temperature: float = 0.3
@@ -82,14 +85,16 @@ def write_config(job: DemoJob, ports: tuple[int, int]) -> Path:
         ConfigError: a value of the job is refused, for instance ``b_ratio``.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
+    environment = " ".join(f"{name}={value}" for name, value in CHILD_ENVIRONMENT.items())
+    command = f"{environment} swift-stage2 launch {job.config_path}"
     text = write_yaml(config_of(job, ports))
-    job.config_path.write_text(f"# {_restart_command(job)}\n{text}", encoding="utf-8")
+    job.config_path.write_text(f"# {command}\n{text}", encoding="utf-8")
     load_config(job.config_path)
     return job.config_path
 
 
 def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
-    """What differs from the defaults. Without channel B there is no server."""
+    """The settings that differ from the defaults. Without channel B there is no server."""
     config: dict[str, Any] = {
         "swift": _swift_arguments(job),
         "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}},
@@ -110,11 +115,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     }
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
-        "decoding": {
-            "temperature": job.temperature,
-            "top_p": 0.95,
-            "max_new_tokens": job.max_new_tokens,
-        },
+        "decoding": {"temperature": job.temperature, "top_p": 0.95, "max_new_tokens": job.max_new_tokens},
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
         "start_timeout_s": 300.0,
@@ -123,6 +124,42 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     config["launch"]["servers"] = [server_entry(job.engine)]
     config["control_timeout_s"] = 180.0
     return config
+
+
+def server_entry(engine: ServerEngine) -> dict[str, Any]:
+    """The server's entry in ``launch.servers``, without ``model``.
+
+    Raises:
+        UserError: vLLM, or what it needs without a GPU, is not installed.
+    """
+    if engine is ServerEngine.TRANSFORMERS:
+        options: dict[str, Any] = {
+            "external-plugins": str(TEMPLATE_FILE),
+            "model-type": MODEL_TYPE,
+            "template": MODEL_TYPE,
+            "torch-dtype": "float32",
+            "num-threads": 1,
+        }
+        return {"engine": engine.value, "args": options}
+    require_vllm(without_gpu=True)
+    spec = importlib.util.find_spec(CPU_SUPPORT)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    options = {
+        "external_plugins": [str(TEMPLATE_FILE), str(folder / "swift_plugin.py")],
+        "model_type": MODEL_TYPE,
+        "template": MODEL_TYPE,
+        "torch_dtype": "float32",
+        "vllm_enforce_eager": True,
+        "vllm_max_model_len": 1024,
+    }
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": 1,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": 1,
+    }
+    return {"engine": engine.value, "args": options, "env": environment}
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -136,17 +173,15 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def held_ports(ports: tuple[int, ...]) -> list[int]:
     """Those of ``ports`` that somebody listens on."""
-    return [port for port in ports if _is_held(port)]
-
-
-def _is_held(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_LOOPBACK, port))
-        except OSError:
-            return True
-    return False
+    held = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                held.append(port)
+    return held
 
 
 def _swift_arguments(job: DemoJob) -> dict[str, Any]:
@@ -189,8 +224,3 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "add_version": False,
         **job.swift,
     }
-
-
-def _restart_command(job: DemoJob) -> str:
-    environment = " ".join(f"{name}={value}" for name, value in CHILD_ENVIRONMENT.items())
-    return f"{environment} swift-stage2 launch {job.config_path}"

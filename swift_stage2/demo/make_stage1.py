@@ -13,30 +13,94 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from swift_stage2.demo.detection_score import DetectionScore
-from swift_stage2.demo.detector import STAGE1_STREAM, Detector, evaluate, load_detector
+from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
 from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
-from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
+from swift_stage2.demo.scoring import DetectionScore, score_checkpoint
+from swift_stage2.demo.tiny_model import (
+    IMAGE_TOKEN_ID,
+    PAD_TOKEN_ID,
+    build_model,
+    build_processor,
+    build_tokenizer,
+    save_model,
+)
+from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
 BATCH_SIZE = 32
 PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 100
 DIGITS_EVERY = 4
 ORDERED_SHARE = 0.7  # of the steps, with objects in reading order
+IGNORED_LABEL = -100
+# Scenes of stage 1 lie far from those of data sets, whose streams are small seeds.
+STAGE1_STREAM = 1 << 20
 
 
-def new_detector(seed: int) -> Detector:
-    """An untrained detector; it goes through a directory, as every later use of the model does."""
+class Stage1:
+    """A model with its processor, and supervised batches for it, made without a call of the template for each scene.
+
+    Images are 112 x 112, the one size for which the token ids around an answer are read off the ms-swift template.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model = model
+        self.processor = processor
+        self._prompt, self._closing = _ids_around_answers(tiny_template(model, processor))
+
+    def batch(self, scenes: Sequence[Scene]) -> dict[str, torch.Tensor]:
+        """Model inputs of (len(scenes), longest) token ids, right-padded; only answers are supervised."""
+        prompt, tokenizer = self._prompt, self.processor.tokenizer
+        answers = [tokenizer(answer_text(scene.objects))["input_ids"] + self._closing for scene in scenes]
+        ends = [len(prompt) + len(answer) for answer in answers]
+        ids = torch.full((len(scenes), max(ends)), PAD_TOKEN_ID)
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        for row, (answer, end) in enumerate(zip(answers, ends, strict=True)):
+            ids[row, :end] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : end] = torch.tensor(answer)
+        mask = (torch.arange(max(ends)) < torch.tensor(ends)[:, None]).long()
+        images = [scene.image for scene in scenes]
+        vision = self.processor.image_processor(images=images, return_tensors="pt", do_resize=False)
+        types = (ids == IMAGE_TOKEN_ID).long()
+        inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types, "labels": labels}
+        return {**inputs, **vision}
+
+
+def evaluate(directory: Path, kind: SceneKind, num_scenes: int) -> DetectionScore:
+    """Scores a checkpoint, labels included and at IoU 0.5, on held-out scenes that are always the same."""
+    seeds = [scene_seed(Split.HELD_OUT, index, stream=STAGE1_STREAM) for index in range(num_scenes)]
+    scenes = [make_scene(kind, seed) for seed in seeds]
+    rows = [{**grounding_row(scene.objects, ""), "images": [scene.image]} for scene in scenes]
+    requests = [{"messages": row["messages"][:1], "images": row["images"]} for row in rows]
+    return score_checkpoint(directory, requests, [scene.objects for scene in scenes])
+
+
+def _ids_around_answers(template: Any) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, and of what closes an answer."""
+    scene = make_scene(SceneKind.SHAPES, scene_seed(Split.TRAIN, 0, stream=STAGE1_STREAM))
+    encoding = template.encode({**grounding_row(scene.objects, ""), "images": [scene.image]})
+    ids = list(encoding["input_ids"])
+    start = next(i for i, label in enumerate(encoding["labels"]) if label != IGNORED_LABEL)
+    answer = template.tokenizer(answer_text(scene.objects))["input_ids"]
+    if ids[start : start + len(answer)] != answer:
+        rendered = template.tokenizer.decode(ids[start:])
+        raise RuntimeError(f"the template must render answers as answer_text does, got rendered={rendered!r}")
+    return ids[:start], ids[start + len(answer) :]
+
+
+def new_stage1(seed: int) -> Stage1:
+    """An untrained one; it goes through a directory, as every later use of the model does."""
     tokenizer = build_tokenizer()
     model = build_model(seed, vocab_size=len(tokenizer))
     with tempfile.TemporaryDirectory() as directory:
         save_model(model, build_processor(tokenizer), directory)
-        return load_detector(directory)
+        return Stage1(*load_tiny_model(directory))
 
 
 def training_scenes(step: int, *, ordered: bool) -> list[Scene]:
@@ -45,31 +109,30 @@ def training_scenes(step: int, *, ordered: bool) -> list[Scene]:
     for index in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE):
         kind = SceneKind.DIGITS if index % DIGITS_EVERY == 0 else SceneKind.SHAPES
         scene = make_scene(kind, scene_seed(Split.TRAIN, index, stream=STAGE1_STREAM))
-        scenes.append(_in_reading_order(scene) if ordered else scene)
+        if ordered:
+            objects = sorted(scene.objects, key=lambda item: (item[1][1], item[1][0]))
+            scene = replace(scene, objects=tuple(objects))
+        scenes.append(scene)
     return scenes
 
 
-def _in_reading_order(scene: Scene) -> Scene:
-    return replace(scene, objects=tuple(sorted(scene.objects, key=lambda item: (item[1][1], item[1][0]))))
-
-
 def train(
-    detector: Detector, out: Path, *, num_steps: int, save_every_steps: int, num_eval_scenes: int, seed: int
+    stage1: Stage1, out: Path, *, num_steps: int, save_every_steps: int, num_eval_scenes: int, seed: int
 ) -> None:
     """Trains for ``num_steps`` and writes ``out/step-N`` and a line of ``out/scores.jsonl`` on the way."""
     optimizer = torch.optim.AdamW(
-        detector.model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98)
+        stage1.model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98)
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: _learning_rate_factor(step, num_steps)
     )
-    detector.model.train()
+    stage1.model.train()
     started = time.monotonic()
     for step in range(num_steps):
         scenes = training_scenes(step, ordered=step < ORDERED_SHARE * num_steps)
-        loss = detector.model(**detector.batch(scenes)).loss
+        loss = stage1.model(**stage1.batch(scenes)).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(detector.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(stage1.model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -77,31 +140,20 @@ def train(
             elapsed_s = time.monotonic() - started
             print(f"step={step} loss={loss.item():.3f} elapsed_s={elapsed_s:.0f}", flush=True)
         if (step + 1) % save_every_steps == 0 or step + 1 == num_steps:
-            scores = {kind: evaluate(detector, kind, num_eval_scenes) for kind in SceneKind}
-            _save_checkpoint(detector, out, scores, step=step + 1, num_steps=num_steps, seed=seed)
+            directory = out / f"step-{step + 1:05d}"
+            save_model(stage1.model, stage1.processor, directory)
+            scores = {kind: evaluate(directory, kind, num_eval_scenes) for kind in SceneKind}
+            f1 = {f"f1_{kind}": round(score.f1, 4) for kind, score in scores.items()}
+            line = json.dumps({"step": step + 1, **f1})
+            print(line, flush=True)
+            with open(out / "scores.jsonl", "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            (directory / "README.md").write_text(_readme(step + 1, num_steps, seed, scores), encoding="utf-8")
 
 
 def _learning_rate_factor(step: int, num_steps: int) -> float:
     """Linear warm-up, then a cosine down to one twentieth."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
-
-
-def _save_checkpoint(
-    detector: Detector,
-    out: Path,
-    scores: dict[SceneKind, DetectionScore],
-    *,
-    step: int,
-    num_steps: int,
-    seed: int,
-) -> None:
-    line = json.dumps({"step": step, **{f"f1_{kind}": round(score.f1, 4) for kind, score in scores.items()}})
-    print(line, flush=True)
-    directory = out / f"step-{step:05d}"
-    save_model(detector.model, detector.processor, directory)
-    with open(out / "scores.jsonl", "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    (directory / "README.md").write_text(_readme(step, num_steps, seed, scores), encoding="utf-8")
 
 
 def _readme(step: int, num_steps: int, seed: int, scores: dict[SceneKind, DetectionScore]) -> str:
@@ -142,7 +194,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
     train(
-        new_detector(arguments.seed),
+        new_stage1(arguments.seed),
         arguments.out,
         num_steps=arguments.steps,
         save_every_steps=arguments.save_every_steps,

@@ -9,28 +9,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from swift_stage2.config import ServerEngine
-from swift_stage2.demo.child_runs import ChildRuns, remaining_children
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, write_config
-from swift_stage2.demo.demo_server import server_entry
-from swift_stage2.demo.scene_files import num_train_samples, write_scenes
+from swift_stage2.demo.child_runs import ChildRuns, remaining_children, score, train, words_of_launcher
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, server_entry, write_config
+from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.summary_view import DemoOutcome, outcome_view, problems_of
-from swift_stage2.demo.training import score, train, words_of_launcher
+from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.summary import summarise
-from swift_stage2.terminal.error_line import print_error
+from swift_stage2.telemetry.summary import RunSummary, summarise, summary_table
+from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
 
 DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128
+WANTED_B_SHARE = 0.8
+_CLOCK_TOLERANCE_S = 0.001
 _FAILED = 1
 
 
@@ -135,10 +138,71 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _show_launcher(line: str) -> None:
     """The launcher's own words; what servers and ranks say is in the log."""
-    words = words_of_launcher(line)
-    if words is not None:
+    if (words := words_of_launcher(line)) is not None:
         _say(words)
 
 
 def _say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOutcome:
+    """The result of one demo."""
+
+    summary: RunSummary
+    before: DetectionScore
+    after: DetectionScore
+    num_steps_wanted: int
+    left_processes: tuple[str, ...]
+    held_ports: tuple[int, ...]
+
+
+def outcome_view(outcome: DemoOutcome) -> RenderableType:
+    """Every table, then what was left behind, then what was not as it should be."""
+    problems = problems_of(outcome)
+    processes, ports = len(outcome.left_processes) or "no", len(outcome.held_ports) or "no"
+    left = Text(f"Left behind: {processes} process, {ports} port.")
+    lines = [left, *(Text(f"! {problem}", style="bold red") for problem in problems)]
+    if not problems:
+        lines.append(Text("Everything ran and ended as it should.", style="green"))
+    return Group(summary_table(outcome.summary), score_table(outcome), *lines)
+
+
+def score_table(outcome: DemoOutcome) -> Table:
+    """Held-out detection before and after."""
+    scenes = outcome.before.num_images
+    table = Table(title=f"Held-out detection, {scenes} scenes, greedy, IoU 0.5", title_justify="left")
+    table.add_column("")
+    for heading in ("F1", "precision", "recall", "mean IoU"):
+        table.add_column(heading, justify="right")
+    for name, found in (("before (stage 1)", outcome.before), ("after", outcome.after)):
+        values = (found.f1, found.precision, found.recall, found.mean_iou)
+        table.add_row(name, *(f"{value:.3f}" for value in values))
+    return table
+
+
+def problems_of(outcome: DemoOutcome) -> tuple[str, ...]:
+    """The reasons why a demo is no success, one line each."""
+    return tuple(_problems(outcome))
+
+
+def _problems(outcome: DemoOutcome) -> Iterator[str]:
+    summary = outcome.summary
+    if summary.num_steps != outcome.num_steps_wanted:
+        yield f"{summary.num_steps} of {outcome.num_steps_wanted} optimizer steps ran"
+    if summary.num_b_run < WANTED_B_SHARE * summary.num_b_wanted:
+        wanted = f"{WANTED_B_SHARE:.0%} of {summary.num_b_wanted} wanted"
+        yield f"channel B must run at {wanted} steps at least, it ran at {summary.num_b_run}"
+    if summary.num_disagreements:
+        yield f"ranks disagreed about {summary.num_disagreements} steps"
+    for error, count in summary.server_errors.items():
+        yield f"a server failed {count} sync rounds: {error}"
+    for rank in summary.activity:
+        gap_s = abs(sum(rank.seconds.values()) - rank.wall_s)
+        if gap_s > _CLOCK_TOLERANCE_S:
+            yield f"rank {rank.rank}'s activities miss its wall time by {gap_s:.3f} s"
+    if outcome.left_processes:
+        yield f"processes are left: {', '.join(outcome.left_processes)}"
+    if outcome.held_ports:
+        yield f"ports are still held: {', '.join(map(str, outcome.held_ports))}"

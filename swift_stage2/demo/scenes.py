@@ -39,7 +39,7 @@ _HELD_OUT_SCANS = 8  # every eighth scan
 
 
 class SceneKind(StrEnum):
-    """What a scene shows."""
+    """The kind of objects in a scene."""
 
     SHAPES = "shapes"
     DIGITS = "digits"
@@ -73,12 +73,9 @@ def scene_seed(split: Split, index: int, *, stream: int = 0) -> int:
 
 
 def make_scene(kind: SceneKind, seed: int, *, image_size: tuple[int, int] = IMAGE_SIZE) -> Scene:
-    """Draws one scene of one to four objects that do not touch.
+    """Draws one scene of one to four objects that do not touch. ``seed`` is a value of ``scene_seed``.
 
-    Args:
-        kind: what to draw.
-        seed: a value of ``scene_seed``.
-        image_size: width and height in pixels, at least 45 each, so that the largest object fits.
+    ``image_size``: width and height in pixels, at least 45 each, so that the largest object fits.
     """
     if min(image_size) <= _MAX_SIDE:
         raise ValueError(f"both sides must exceed {_MAX_SIDE} pixels, got image_size={image_size}")
@@ -99,17 +96,16 @@ def digit_scans(*, held_out: bool) -> tuple[Image.Image, ...]:
 
     scans = load_digits().images
     chosen = (scan for index, scan in enumerate(scans) if (index % _HELD_OUT_SCANS == 0) is held_out)
-    return tuple(_ink_of(Image.fromarray(np.clip(scan * 16, 0, 255).astype(np.uint8))) for scan in chosen)
-
-
-def _ink_of(scan: Image.Image) -> Image.Image:
-    return scan.crop(scan.point(lambda value: 255 if value >= 64 else 0).getbbox())
+    images = [Image.fromarray(np.clip(scan * 16, 0, 255).astype(np.uint8)) for scan in chosen]
+    return tuple(
+        image.crop(image.point(lambda value: 255 if value >= 64 else 0).getbbox()) for image in images
+    )
 
 
 def _draw_shapes(rng: random.Random, size: tuple[int, int]) -> tuple[Image.Image, list[tuple[str, Box]]]:
     image = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(image)
-    sides = [(_side(rng), _side(rng)) for _ in range(_count(rng))]
+    sides = [(_side(rng), _side(rng)) for _ in range(rng.randint(1, MAX_OBJECTS))]
     objects: list[tuple[str, Box]] = []
     for _, box in _place(rng, sides, size):
         colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
@@ -132,7 +128,9 @@ def _draw_digits(
     rng: random.Random, size: tuple[int, int], scans: tuple[Image.Image, ...]
 ) -> tuple[Image.Image, list[tuple[str, Box]]]:
     image = Image.new("RGB", size, _random_colour(rng, 190, 255))
-    inks = [_enlarge(rng.choice(scans), rng.randint(24, _MAX_SIDE)) for _ in range(_count(rng))]
+    inks = [
+        _enlarge(rng.choice(scans), rng.randint(24, _MAX_SIDE)) for _ in range(rng.randint(1, MAX_OBJECTS))
+    ]
     objects: list[tuple[str, Box]] = []
     for index, box in _place(rng, [ink.size for ink in inks], size):
         image.paste(_random_colour(rng, 0, 90), box, mask=inks[index])
@@ -162,10 +160,6 @@ def _place(
 
 def _apart(first: Box, second: Box) -> bool:
     return first[2] < second[0] or second[2] < first[0] or first[3] < second[1] or second[3] < first[1]
-
-
-def _count(rng: random.Random) -> int:
-    return rng.randint(1, MAX_OBJECTS)
 
 
 def _side(rng: random.Random) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.demo.scenes import COLOURS, DIGIT_LABEL, SHAPES
 
 declare_operators()  # before transformers imports torchvision
@@ -78,9 +78,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     # With ignore_merges a piece that is in the vocabulary is one token; any other one falls apart into bytes.
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], ignore_merges=True)
     tokenizer = Tokenizer(model)
+    longest_first = sorted(_PIECES, key=len, reverse=True)
+    words = [*map(re.escape, longest_first), r"\d{1,3}", r" ?[A-Za-z]+"]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_split_pattern()), "isolated"),
+            pre_tokenizers.Split(Regex("|".join(words)), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -116,8 +118,49 @@ def build_model(
     vision: Mapping[str, Any] | None = None,
 ) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained model in float32, the same for the same seed; ``text`` and ``vision`` override single sizes."""
+    sections = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
+    rope = {**sections, "rope_theta": _ROPE_THETA}
+    text_config = {
+        "vocab_size": vocab_size,
+        "hidden_size": _HIDDEN_SIZE,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": _MAX_TOKENS,
+        "tie_word_embeddings": True,
+        "rope_scaling": rope,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TURN_ID,
+        "pad_token_id": PAD_TOKEN_ID,
+        **(text or {}),
+    }
+    vision_config = {
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_heads": 4,
+        "in_channels": 3,
+        "patch_size": _PATCH_SIZE,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "out_hidden_size": _HIDDEN_SIZE,
+        "fullatt_block_indexes": [0, 1, 2],
+        "tokens_per_second": 2,
+        **(vision or {}),
+    }
+    whole: dict[str, Any] = {
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": VIDEO_TOKEN_ID,
+        "vision_start_token_id": SPECIAL_TOKENS.index("<|vision_start|>"),
+        "vision_end_token_id": SPECIAL_TOKENS.index("<|vision_end|>"),
+        "tie_word_embeddings": text_config["tie_word_embeddings"],
+        "eos_token_id": END_OF_TURN_ID,
+        "pad_token_id": PAD_TOKEN_ID,
+    }
+    config = Qwen2_5_VLConfig(text_config=text_config, vision_config=vision_config, **whole)
     torch.manual_seed(seed)
-    config = _build_config(vocab_size, text or {}, vision or {})
     model = Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
     model.generation_config.update(  # type: ignore[no-untyped-call]
         do_sample=False, eos_token_id=[END_OF_TURN_ID, PAD_TOKEN_ID], pad_token_id=PAD_TOKEN_ID
@@ -133,58 +176,6 @@ def save_model(
     """Writes a complete Hugging Face model directory in float32 safetensors."""
     model.save_pretrained(directory)
     processor.save_pretrained(directory)
-
-
-def _build_config(
-    vocab_size: int, text_sizes: Mapping[str, Any], vision_sizes: Mapping[str, Any]
-) -> Qwen2_5_VLConfig:
-    sections = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
-    rope = {**sections, "rope_theta": _ROPE_THETA}
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": _HIDDEN_SIZE,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": _MAX_TOKENS,
-        "tie_word_embeddings": True,
-        "rope_scaling": rope,
-        "bos_token_id": None,
-        "eos_token_id": END_OF_TURN_ID,
-        "pad_token_id": PAD_TOKEN_ID,
-        **text_sizes,
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_heads": 4,
-        "in_channels": 3,
-        "patch_size": _PATCH_SIZE,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "out_hidden_size": _HIDDEN_SIZE,
-        "fullatt_block_indexes": [0, 1, 2],
-        "tokens_per_second": 2,
-        **vision_sizes,
-    }
-    whole: dict[str, Any] = {
-        "image_token_id": IMAGE_TOKEN_ID,
-        "video_token_id": VIDEO_TOKEN_ID,
-        "vision_start_token_id": SPECIAL_TOKENS.index("<|vision_start|>"),
-        "vision_end_token_id": SPECIAL_TOKENS.index("<|vision_end|>"),
-        "tie_word_embeddings": text["tie_word_embeddings"],
-        "eos_token_id": END_OF_TURN_ID,
-        "pad_token_id": PAD_TOKEN_ID,
-    }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **whole)
-
-
-def _split_pattern() -> str:
-    longest_first = sorted(_PIECES, key=len, reverse=True)
-    return "|".join([*map(re.escape, longest_first), r"\d{1,3}", r" ?[A-Za-z]+"])
 
 
 def _as_byte_level(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 

@@ -37,8 +37,8 @@ from swift_stage2.doctor.configuration import (
 from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
 from swift_stage2.process.visible_devices import select_devices
+from swift_stage2.terminal.output import let_go
 from swift_stage2.terminal.parser import CommandParser, rank_count
-from swift_stage2.terminal.standard_output import let_go
 
 EXIT_FAILED = 1
 _SECRET_MARKS = ("token", "secret", "password", "api_key")

@@ -10,7 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from swift_stage2.config import Inequality, ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config.rules import Inequality
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
 from swift_stage2.launch.plan import LaunchPart, plan_launch

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 
@@ -23,8 +23,8 @@ from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
+from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
-from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.trainer import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
 from swift_stage2.weights.sync_round import Canary  # noqa: E402
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import DemoJob, config_of, free_ports
-from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE, DemoJob, config_of, free_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import CheckFailed

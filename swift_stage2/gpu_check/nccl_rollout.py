@@ -21,8 +21,7 @@ import torch
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE, server_entry
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, free_ports, server_entry
 from swift_stage2.errors import CheckFailed, CheckSkipped
 from swift_stage2.gpu_check.processes import Server, StageProcesses
 from swift_stage2.gpu_check.stage import Context

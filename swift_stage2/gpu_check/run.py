@@ -24,7 +24,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.gpu_check import wheels
 from swift_stage2.gpu_check.report import JSON_FILE, PAGE_FILE, Report
 from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 TOTAL_S = 600.0

@@ -36,7 +36,7 @@ from swift_stage2.preflight.model_family import check_family
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.resume import check_world_size
-from swift_stage2.terminal.error_line import print_error
+from swift_stage2.terminal.output import print_error
 
 _USER_MISTAKE = 2
 _NO_SERVER_LEFT = 1

@@ -165,7 +165,7 @@ def plan_launch(
         argv=(
             sys.executable,
             "-m",
-            "swift_stage2.preflight.swift_argument_names",
+            "swift_stage2.preflight.swift_parsing",
             str(config_path.absolute()),
         ),
         environment=_environment(outer),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from swift_stage2.config import Stage2Config
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.model import check_hub_ids
-from swift_stage2.process.agent_watch import AgentWatch
+from swift_stage2.process.torchrun import AgentWatch
 from swift_stage2.run_directory.claim import starting_point, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
 

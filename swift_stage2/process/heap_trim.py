@@ -14,25 +14,15 @@ _EVERY_S = 10.0
 
 
 class HeapTrim:
-    """Trims at most once in ``every_s`` seconds, and nowhere but on glibc."""
+    """Trims at most once in ten seconds, and nowhere but on glibc."""
 
-    def __init__(
-        self,
-        *,
-        every_s: float = _EVERY_S,
-        now_s: Callable[[], float] = time.monotonic,
-        trim: Callable[[int], object] | None = None,
-    ) -> None:
-        """``trim`` is glibc's ``malloc_trim``; its argument is how many bytes of a heap's end to keep."""
-        self._every_s = every_s
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._trimmed_s = now_s()
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._next_s = now_s() + _EVERY_S
 
     def after_round(self) -> None:
         """A round has ended; the main thread waits for the trim."""
-        now = self._now_s()
-        if self._trim is None or now - self._trimmed_s < self._every_s:
-            return
-        self._trimmed_s = now
-        self._trim(0)
+        if self._trim is not None and self._now_s() >= self._next_s:
+            self._next_s = self._now_s() + _EVERY_S
+            self._trim(0)  # how many bytes of a heap's end to keep

@@ -13,11 +13,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_visible_devices(environment: Mapping[str, str], num_found: int) -> None:
-    """Whether torch found (``num_found``) as many devices as the environment names; naming none is fine.
-
-    Raises:
-        UserError: fewer are there.
-    """
+    """Refuses an environment that names more devices than torch found; naming none is fine. Raises UserError."""
     if num_found < len(_visible(environment)):
         raise UserError(
             f"every device that is named must exist on this machine, got {_VARIABLE}={environment[_VARIABLE]} and "
@@ -27,10 +23,9 @@ def require_visible_devices(environment: Mapping[str, str], num_found: int) -> N
 
 
 def require_known_accelerator(kind: str | None) -> None:
-    """What torch would compute on (``kind``, e.g. ``cuda``, ``npu``) is a CUDA device, or there is none.
+    """Refuses any accelerator but CUDA: transports, proofs and memory are written for that. Raises UserError.
 
-    Raises:
-        UserError: another kind; transports, proofs and memory are written for CUDA, and would take it for that.
+    ``kind`` is the type of device that torch would compute on, e.g. ``cuda`` or ``npu``; None means the CPU.
     """
     if kind not in (None, "cuda"):
         raise UserError(

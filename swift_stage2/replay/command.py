@@ -18,7 +18,7 @@ from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_comm
 from swift_stage2.launch.rank_end import as_rank
 from swift_stage2.replay.recorded_run import RecordedRun, read_run
 from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES
 from swift_stage2.terminal.parser import CommandParser
 

@@ -26,7 +26,7 @@ from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.trace import merge_traces, trace_files, write_trace
-from swift_stage2.terminal import standard_output
+from swift_stage2.terminal.output import throw_away
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise  # who reads it has seen enough
     except OSError as error:
-        standard_output.throw_away()
+        throw_away()
         raise UserError(
             f"a report needs an output that takes it, got {error}; send it elsewhere, or make room"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from swift_stage2.config import PackingConfig
+from swift_stage2.config.stage2_ab import PackingConfig
 from swift_stage2.report.content import (
     Chart,
     Mark,

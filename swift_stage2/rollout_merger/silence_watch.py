@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from swift_stage2.process.tcp_probe import why_deaf
+from swift_stage2.process.route import why_deaf
 
 _LOOK_INTERVAL_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0

@@ -21,8 +21,7 @@ from swift_stage2.rollout_server.server_children import ServerChildren
 from swift_stage2.rollout_server.server_command import LoadingEngine, ServerCommand
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.servers.listener import HttpServer, bind, configure_logging, warn_when_open
-from swift_stage2.terminal.error_line import print_error
-from swift_stage2.terminal.standard_output import let_go
+from swift_stage2.terminal.output import let_go, print_error
 
 _log = logging.getLogger(__name__)
 _EXIT_USER_ERROR = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.servers.protocol import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision

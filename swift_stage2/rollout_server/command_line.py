@@ -187,12 +187,12 @@ def swift_rollout_builder(
     """
 
     def build() -> VllmGenerator:
-        from swift_stage2.compat.torchvision_on_cpu import declare_operators
+        from swift_stage2.compat import declare_operators
 
         declare_operators()  # before ms-swift imports torchvision
         from swift.arguments import RolloutArguments
 
-        from swift_stage2.swift_parsing import refuse_unreadable
+        from swift_stage2.preflight.swift_parsing import refuse_unreadable
 
         refuse_unreadable(
             swift_argv, RolloutArguments, where="the command line"

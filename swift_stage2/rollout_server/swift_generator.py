@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.errors import SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.jobs import JobAborted

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.request_images import decode_image
@@ -31,8 +31,8 @@ from swift.utils import get_seed  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
+from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.rollout_server.checkpoint_manifest import checkpoint_manifest  # noqa: E402
-from swift_stage2.swift_parsing import parse_swift_arguments  # noqa: E402
 
 __all__ = ["AbortedBeforeStart", "EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 

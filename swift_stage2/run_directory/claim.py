@@ -1,23 +1,25 @@
-"""Where a run may begin: in a new directory, or behind what an earlier run has trained in it, never over that.
+"""Claims directories: for a run, never over an earlier one; for a demo, bench or replay, never over others' files.
 
-``launch`` and every rank ask before anything starts, and come to the same answer because nobody writes there meanwhile
-(see ``run_lock``).
+``launch`` and every rank ask where a run may begin before anything starts, and come to the same answer because nobody
+writes there meanwhile (see ``lock``).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory.checkpoint_check import checkpoint_step, why_not_whole
+from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
+_MARKER = ".swift-stage2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ def starting_point(config: Stage2Config, *, resume: bool) -> StartingPoint:
                 "remove one of the two"
             )
         return _last_whole(config, written)
-    if written is None or (given and _is_below(Path(str(given)).expanduser(), written)):
+    if written is None:
+        return StartingPoint()
+    if given and Path(str(given)).expanduser().resolve().is_relative_to(written.resolve()):
         return StartingPoint()
     if found := what_was_trained(written):
         raise ConfigError(
@@ -60,7 +64,7 @@ def starting_point(config: Stage2Config, *, resume: bool) -> StartingPoint:
 
 
 def what_was_trained(run_dir: Path) -> str:
-    """What shows that a run has trained here, in a few words; empty if nothing does."""
+    """The traces of a run that has trained here, in a few words; empty if there are none."""
     steps = [step for path in run_dir.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
     if steps:
         return f"checkpoint-{max(steps)}"
@@ -111,9 +115,8 @@ def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
 
 
 def _output_dir(swift: Mapping[str, Any]) -> Path:
-    place = (
-        swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
-    )  # as ms-swift does
+    # As ms-swift does.
+    place = swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
     if "\0" in str(place):
         raise ConfigError(f"swift.output_dir must be a path, got output_dir={place!r} with a NUL; remove it")
     return Path(str(place)).expanduser().absolute()
@@ -128,5 +131,32 @@ def _begun(run_dir: Path) -> float:
         return run_dir.stat().st_mtime
 
 
-def _is_below(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())
+def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER) -> Path:
+    """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
+
+    Only what an earlier claim with the same ``marker``, the name of a hidden file, covers is ever cleared.
+
+    Raises:
+        UserError: the directory is a file, holds something that no claim covers, or cannot be written.
+    """
+    directory, number = path.absolute(), 1
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"--output must be a directory, got {directory}, a file; name another one")
+    while keep and directory.exists():
+        number += 1
+        directory = directory.with_name(f"{path.name}-{number}")
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            if not (directory / marker).exists():
+                raise UserError(
+                    "--output must be a new directory or one that an earlier run of this command made, "
+                    f"got {directory} with other files; name another one"
+                )
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / marker).touch()
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written, got {directory} ({error}); name another one"
+        ) from error
+    return directory

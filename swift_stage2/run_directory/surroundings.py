@@ -1,4 +1,4 @@
-"""What a rank's numbers depend on beside its configuration and its data; kept by ``telemetry.record``.
+"""The surroundings that a rank's numbers depend on, beside configuration and data; kept by ``telemetry.record``.
 
 No secrets: the environment is a list of names, and none of them holds one.
 """

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
-from swift_stage2.process.tcp_probe import http_remedy
+from swift_stage2.process.route import http_remedy
 from swift_stage2.servers.answer import Answer, read_answer
 from swift_stage2.servers.cuttable_call import CuttableCall
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from swift_stage2.errors import ServerFault
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 

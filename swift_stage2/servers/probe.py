@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from swift_stage2.errors import ServerFault
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 

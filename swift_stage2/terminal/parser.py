@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _nearest(self, message: str) -> str | None:
         if unknown := _UNKNOWN.search(message):
-            # What a sub-command does not know is told by the parser above it.
+            # A word that a sub-command does not know is told by the parser above it.
             below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
             parsers = [self, *(parser for action in below for parser in action.choices.values())]
             return closest(

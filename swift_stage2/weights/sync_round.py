@@ -19,7 +19,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.process.heap_trim import HeapTrim
-from swift_stage2.process.round_watch import RoundWatch
+from swift_stage2.process.watches import RoundWatch
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline

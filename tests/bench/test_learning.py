@@ -7,8 +7,8 @@ import pytest
 from swift_stage2.bench import learning
 from swift_stage2.bench.learning import Arm, gains_over_first, learning_table, plan_jobs
 from swift_stage2.demo.demo_config import STAGE1
-from swift_stage2.demo.detection_score import DetectionScore
 from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import UserError
 
 

@@ -9,7 +9,7 @@ from swift_stage2.bench import staleness
 from swift_stage2.bench.delayed_queue import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
 from swift_stage2.bench.staleness import StaleArm, plan_arms, staleness_table
 from swift_stage2.bench.thread_times import DIRECTORY_VARIABLE
-from swift_stage2.demo.detection_score import DetectionScore
+from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import UserError
 
 

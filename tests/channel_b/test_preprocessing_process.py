@@ -23,7 +23,7 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollo
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.records import Rollout

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import swift_stage2.demo
-from swift_stage2.demo.detector import Detector, load_detector
-from swift_stage2.demo.tiny_template import tiny_template
+from swift_stage2.demo.make_stage1 import Stage1
+from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
 
@@ -18,10 +18,10 @@ def stage1_directory() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stage1() -> Detector:
-    return load_detector(STAGE1)
+def stage1() -> Stage1:
+    return Stage1(*load_tiny_model(STAGE1))
 
 
 @pytest.fixture
-def template(stage1: Detector) -> Any:
+def template(stage1: Stage1) -> Any:
     return tiny_template(stage1.model, stage1.processor)

@@ -1,3 +1,5 @@
+"""Commands run at once and leave nothing behind; the launcher's words are told apart."""
+
 from __future__ import annotations
 
 import os
@@ -8,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.demo.child_runs import Child, ChildRuns, remaining_children
+from swift_stage2.demo.child_runs import Child, ChildRuns, remaining_children, words_of_launcher
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.log_follower import LogFollower
 
 PATIENCE_S = 60.0
 # Never ends, and leaves a grandchild in a session of its own, as torchrun does.
@@ -150,3 +153,13 @@ def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: 
                 deadline_s=PATIENCE_S,
             )
     assert remaining_children() == []
+
+
+@pytest.mark.parametrize("colour", [None, 0, 3])
+def test_the_launchers_own_words_are_told_apart_on_any_terminal(tmp_path: Path, colour: int | None) -> None:
+    log, shown = tmp_path / "launch.log", []
+    log.touch()
+    follower = LogFollower(log, "launch", shown.append, colour)
+    log.write_text("[launch] server0 answers\n[learner] loss 0.5\nTraceback\n")
+    follower.close()
+    assert [words_of_launcher(line) for line in shown] == ["server0 answers", None, None]

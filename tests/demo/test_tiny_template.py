@@ -12,8 +12,8 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from swift_stage2.demo import tiny_template
-from swift_stage2.demo.detector import Detector
 from swift_stage2.demo.grounding_dataset import grounding_row
+from swift_stage2.demo.make_stage1 import Stage1
 from swift_stage2.demo.scenes import SceneKind, make_scene
 from swift_stage2.demo.tiny_template import TINY_VL, TinyVLTemplate, load_tiny_model
 
@@ -72,7 +72,7 @@ def test_loading_by_path_never_looks_outside(stage1_directory: Path, monkeypatch
     assert processor.model_meta.model_type == TINY_VL
 
 
-def test_the_box_format_needs_no_environment(stage1: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_box_format_needs_no_environment(stage1: Stage1, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWENVL_BBOX_FORMAT", "legacy")
     template = tiny_template.tiny_template(stage1.model, stage1.processor)
     assert "<|box_start|>" not in template.tokenizer.decode(template.encode(_row(1))["input_ids"])

@@ -18,7 +18,7 @@ from swift_stage2.errors import CheckFailed, UserError
 from swift_stage2.gpu_check import run, stage_process
 from swift_stage2.gpu_check.processes import StageProcesses
 from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 
 ROOT = Path(__file__).parents[2]
 # Each trains for a minute or more; the first three are seconds each and share one check.

@@ -182,7 +182,7 @@ def test_names_of_swift_arguments_are_checked_beside_the_start_of_servers_only()
     assert plan.argument_check is not None
     assert plan.argument_check.argv[1:] == (
         "-m",
-        "swift_stage2.preflight.swift_argument_names",
+        "swift_stage2.preflight.swift_parsing",
         "/c/run.yaml",
     )
     assert plan_launch(config(), Path("run.yaml"), OUTER).argument_check is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.model_family import _PLAIN_BOXES, _THINKING, check_family

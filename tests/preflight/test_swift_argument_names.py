@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.preflight.swift_argument_names import main
+from swift_stage2.preflight.swift_parsing import main
 
 
 def test_every_example_writes_only_what_ms_swift_can_read() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from swift_stage2.process.heap_trim import HeapTrim
 
@@ -24,14 +27,16 @@ def test_what_a_thread_freed_goes_back_to_the_system() -> None:
     thread.join(30)
     process = psutil.Process()
     before = process.memory_full_info().uss
-    HeapTrim(every_s=0).after_round()
+    times = iter((0.0, 10.0, 10.0))
+    HeapTrim(lambda: next(times)).after_round()
     assert process.memory_full_info().uss < before - _CHUNK * _NUM_CHUNKS // 2
 
 
-def test_rounds_that_follow_each_other_closely_share_a_trim() -> None:
-    now, trims = [100.0], []
-    heap = HeapTrim(every_s=60.0, now_s=lambda: now[0], trim=trims.append)
-    for seconds in (0.0, 59.0, 60.0, 61.0, 119.0, 120.0):
+def test_rounds_that_follow_each_other_closely_share_a_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, trims = [100.0], list[int]()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trims.append))
+    heap = HeapTrim(now_s=lambda: now[0])
+    for seconds in (0.0, 9.0, 10.0, 11.0, 19.0, 20.0):
         now[0] = 100.0 + seconds
         heap.after_round()
     assert trims == [0, 0]

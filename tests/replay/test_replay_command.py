@@ -15,7 +15,7 @@ from swift_stage2.cli import main
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.replay import command
 from swift_stage2.replay.verdict import Verdict, read_verdict
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.trainer import Stage2Trainer
 
 VERDICT = Verdict(

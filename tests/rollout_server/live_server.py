@@ -19,7 +19,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from swift_stage2 import demo
-from swift_stage2.compat.torchvision_on_cpu import declare_operators
+from swift_stage2.compat import declare_operators
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.servers import protocol as rollout_protocol

@@ -16,7 +16,7 @@ from swift_stage2.bench.attacks.answer_targets import AnswerTargets, serving
 from swift_stage2.bench.attacks.hostile_server import HostileServer
 from swift_stage2.bench.attacks.odd_answers import odd_answer
 from swift_stage2.bench.attacks.result import FORBIDDEN
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))
 """Each is answered to every target, several times where a target asks again. 3,000 are more than 20,000 answers."""

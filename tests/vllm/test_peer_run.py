@@ -19,7 +19,7 @@ from swift_stage2.bench.stand_in_job import start_stand_in
 from swift_stage2.bench.stock_weights import StockWeights
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.scene_files import write_scenes
+from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry

@@ -22,7 +22,7 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import SeedLayout

@@ -22,7 +22,7 @@ from swift_stage2.bench.attacks.odd_answers import odd_answer
 from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.errors import ServerFault
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 

@@ -12,7 +12,7 @@ from swift_stage2.bench.attacks import answers, requests, rounds
 from swift_stage2.bench.attacks.result import AttackResult
 from swift_stage2.bench.results import ResultTable, publish
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 GROUPS: Mapping[str, ModuleType] = {"answers": answers, "requests": requests, "rounds": rounds}

@@ -33,7 +33,7 @@ from swift_stage2.config import Proof
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.errors import UserError
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1

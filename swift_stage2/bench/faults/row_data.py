@@ -40,7 +40,7 @@ def write_poisonous_rows(rows: Path) -> Path:
 
 def write_foreign_model(directory: Path) -> Path:
     """An untrained model of the same family with another width; returns its directory."""
-    from swift_stage2.compat.torchvision_on_cpu import declare_operators
+    from swift_stage2.compat import declare_operators
 
     declare_operators()  # before transformers imports torchvision
     import torch

@@ -31,7 +31,7 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.stop_signals import StopSignals
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 
 _FAILED = 1
 

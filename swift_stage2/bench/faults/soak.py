@@ -38,7 +38,7 @@ from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, Train
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.run_directory.output import claim_directory
+from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from swift_stage2.bench.wrong_inputs.case import DOCTOR, LAUNCH, TRAIN, Case, command, placed
 from swift_stage2.bench.wrong_inputs.scene import RUN_DIR, Scene
-from swift_stage2.demo.demo_config import STAGE1
-from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE
 
 _COPY = "model"
 _ROLLOUT = (

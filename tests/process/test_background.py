@@ -1,4 +1,4 @@
-"""What ends a thread that nobody waits for is told by the next step, and the suspect probe goes on."""
+"""Work on threads that nobody waits for: its end, its failures, and that the suspect probe goes on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,33 @@ import pytest
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
-from swift_stage2.process.background_failures import BackgroundFailures
+from swift_stage2.process.background import BackgroundCall, BackgroundFailures
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
+
+LONGEST_WAIT_S = 20.0
+
+
+def test_it_returns_or_raises_what_the_work_did() -> None:
+    assert BackgroundCall(lambda: 3, "counting").result_within(LONGEST_WAIT_S) == 3
+
+    def fail() -> int:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        BackgroundCall(fail, "failing").result_within(LONGEST_WAIT_S)
+
+
+def test_work_that_never_ends_is_left_behind_and_named() -> None:
+    go_on = threading.Event()
+    call = BackgroundCall(lambda: go_on.wait(LONGEST_WAIT_S), "waiting")
+    assert not call.ended_within(0.0)
+    with pytest.raises(RuntimeError, match="waiting did not end within"):
+        call.result_within(0.01)
+    go_on.set()
+    assert call.ended_within(LONGEST_WAIT_S)
+    assert call.result_within(0.0)
+
 
 LONGEST_WAIT_S = 20.0
 

@@ -1,4 +1,4 @@
-"""How this machine reaches another one's port: its own address on the way, whether anything listens, and what to mend.
+"""The route to another machine's port: our own address on it, whether anything listens there, and what to mend.
 
 No call of any protocol is made: a connection is opened and closed. Imports no torch.
 """
@@ -6,6 +6,7 @@ No call of any protocol is made: a connection is opened and closed. Imports no t
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ def why_deaf(base_url: str, timeout_s: float) -> str:
 
 
 def connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
-    """What ends an attempt to connect; None when one succeeds."""
+    """The error that ends an attempt to connect; None when one succeeds."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -40,8 +41,16 @@ def local_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is this machine's own, at which no other host reaches it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def http_remedy(error: OSError) -> str:
-    """What to mend when a rollout server's HTTP port cannot be connected to."""
+    """The remedy when a rollout server's HTTP port cannot be connected to."""
     return _remedy(
         error,
         host="the host of base_url",
@@ -52,7 +61,7 @@ def http_remedy(error: OSError) -> str:
 
 
 def group_remedy(error: OSError) -> str:
-    """What to mend when the port for weights cannot be connected to."""
+    """The remedy when the port for weights cannot be connected to."""
     return _remedy(
         error,
         host="rollout.servers[].group_host (by default the host of base_url)",

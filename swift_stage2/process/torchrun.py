@@ -1,27 +1,39 @@
-"""Refuses a half-set torchrun environment, or one in which gloo finds no address that other hosts reach, in one line.
+"""A rank and the torchrun that started it: the environment it was given, and its end when its torchrun has gone.
 
-Before torch or ms-swift stumble over it; imports neither.
+A torchrun that is killed cannot end its ranks, and they would train on, seen by nobody. Imports neither torch nor
+ms-swift.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import logging
+import os
+import select
+import signal
 import socket
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
 
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.process.tcp_probe import local_address_towards
+from swift_stage2.process.route import is_loopback, local_address_towards
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _MAKES_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_JOIN_TIMEOUT_S = 10.0
+_LONGEST_WAIT_S = 3600.0
+
+logger = logging.getLogger(__name__)
 
 
 def check_rank_environment(environment: Mapping[str, str]) -> None:
-    """Whether this process is one rank of several, with all that says so, or none of it.
+    """Refuses an environment that makes half a rank of this process.
 
     Raises:
         UserError: a variable of torchrun's is missing beside the others, is no number, or is too large.
@@ -50,7 +62,7 @@ def check_rank_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_gloo_address(environment: Mapping[str, str]) -> None:
-    """Whether ranks on other hosts can reach this one over gloo, which decisions travel over on every machine.
+    """Refuses a host that ranks on others cannot reach over gloo, which decisions travel over on every machine.
 
     Raises:
         UserError: several hosts, no interface named, and gloo would take an address that no other host reaches.
@@ -64,7 +76,7 @@ def check_gloo_address(environment: Mapping[str, str]) -> None:
     ):
         return
     address = _address_gloo_takes()
-    if not _is_loopback(address):
+    if not is_loopback(address):
         return
     try:
         route = local_address_towards(master, int(environment["MASTER_PORT"]))
@@ -102,9 +114,57 @@ def _reachable_addresses() -> list[tuple[str, str]]:
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET and not _is_loopback(entry.address)
+        if entry.family == socket.AF_INET and not is_loopback(entry.address)
     ]
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+class AgentWatch:
+    """Ends a rank whose torchrun has gone, for as long as it is entered; enter it as early as may be.
+
+    The rank gets the SIGTERM that torchrun would have sent, saves at the next step boundary, and is killed after its
+    grace. A process that torchrun did not start is left alone: its parent may be a shell that it is meant to outlive.
+    """
+
+    def __init__(self, environment: Mapping[str, str], grace_s: float = 0.0) -> None:
+        """``grace_s``: seconds from SIGTERM to SIGKILL. Set later, once there is something to save."""
+        self.grace_s = grace_s
+        self._thread: threading.Thread | None = None
+        if _STARTED_BY_TORCHRUN in environment:
+            self._thread = threading.Thread(target=self._watch, name="agent-watch", daemon=True)
+
+    def __enter__(self) -> AgentWatch:
+        """Raises UserError: the parent has gone while it was looked for."""
+        if self._thread is not None:
+            self._agent = _open_parent()
+            self._ended = os.eventfd(0)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            os.eventfd_write(self._ended, 1)
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
+            os.close(self._agent)
+            os.close(self._ended)
+
+    def _watch(self) -> None:
+        while not (ready := select.select([self._ended, self._agent], [], [], _LONGEST_WAIT_S)[0]):
+            continue
+        if self._ended in ready:
+            return
+        logger.error("torchrun has gone; this rank saves and ends within %g s", self.grace_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not select.select([self._ended], [], [], self.grace_s)[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _open_parent() -> int:
+    parent = os.getppid()
+    with suppress(ProcessLookupError):
+        agent = os.pidfd_open(parent)
+        if os.getppid() == parent:  # else the number may be another process's by now
+            return agent
+        os.close(agent)
+    raise UserError(f"a rank ends with its torchrun, which has gone (process {parent}); start the run again")

@@ -1,12 +1,24 @@
-"""Standard output whose reader may leave before the command ends, as ``| head`` does."""
+"""A command's output: the line with which it gives up, and stdout whose reader may leave before the end."""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
+from contextlib import suppress
 
 _STDOUT = 1
+
+
+def print_error(command: str, message: object) -> None:
+    """Writes ``message`` to stderr as one line, whatever breaks it holds; progress bars end before it."""
+    if "tqdm" in sys.modules:  # a bar that is closed later, at exit, would stand behind the error
+        from tqdm import tqdm
+
+        with suppress(OSError, ValueError):  # its stream is gone
+            for bar in list(tqdm._instances):
+                bar.close()
+    print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def has_lost_its_reader() -> bool:
@@ -31,7 +43,7 @@ def let_go() -> None:
 
 
 def throw_away() -> None:
-    """What is buffered and what comes goes nowhere: for who has told in another way that stdout takes nothing."""
+    """Sends what is buffered and what comes nowhere; for a caller that has told otherwise that stdout takes nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, _STDOUT)
     os.close(nowhere)

@@ -56,5 +56,5 @@ def test_a_backend_for_ranks_needs_ranks(
         raise ValueError("Default process group has not been initialized")
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("swift_stage2.swift_parsing.parse_args", refuse)
+    monkeypatch.setattr("swift_stage2.preflight.swift_parsing.parse_args", refuse)
     assert "start it with torchrun" in refusal(capfd, tmp_path)

@@ -1,7 +1,8 @@
 """Arguments through ms-swift's own parser, every refusal in one line.
 
 Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
-in a traceback. Used by the trainer and by the server on vLLM, which have ms-swift imported.
+in a traceback. As a program it reads section ``swift`` and all servers' ``args`` of a configuration, without a model:
+``launch``, which never loads ms-swift, runs it beside the servers. Exit status 2 and one line for the first mistake.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from typing import Any
 
-from swift.arguments import SftArguments
-from swift.utils import parse_args
-
-from swift_stage2.errors import ConfigError
+from swift_stage2.compat import declare_operators
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names
+from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.nearest_word import closest
+
+declare_operators()  # before ms-swift imports torchvision
+
+from swift.arguments import RolloutArguments, SftArguments  # noqa: E402
+from swift.utils import parse_args  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-# What ms-swift's checks of its own arguments raise; a missing package is one of them.
+_USER_MISTAKE = 2
+# Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
 
 
@@ -83,3 +90,27 @@ def _refusal(words: str, where: str) -> str:
         )
     reason = " ".join(words.split())
     return f"ms-swift refuses {where}: {reason}; correct it (its option --NAME is the key NAME of {where})"
+
+
+def check_arguments(config: Stage2Config) -> None:
+    """Raises ConfigError for the first argument that ms-swift's parser does not take."""
+    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    refuse_unreadable(config.swift_arguments(), SftArguments)
+    for index, server in enumerate(config.launch.servers):
+        if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
+            where = f"launch.servers[{index}].args"
+            refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)
+
+
+def main(config_path: str) -> int:
+    """Checks one configuration file."""
+    try:
+        check_arguments(load_config(config_path))
+    except UserError as error:
+        print(f"{config_path}: {error}", flush=True)
+        return _USER_MISTAKE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A run is never written over, and goes on only from a checkpoint that is whole."""
+"""A directory is never taken from an earlier run, which goes on only from a whole checkpoint, nor from other files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 from telemetry.run_facts import step as step_facts
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory import resume
-from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.run_directory.claim import claim_directory, starting_point
 from swift_stage2.telemetry.facade import Telemetry
 
 
@@ -269,3 +269,63 @@ def test_a_second_start_is_one_line_and_changes_nothing(
     assert result.stderr.count("\n") == 1
     assert "checkpoint-10; go on with that run by --resume, or name another output_dir" in result.stderr
     assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*") if each.is_file()} == before
+
+
+def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
+    assert claim_directory(tmp_path / "a" / "b", keep=False).is_dir()
+
+
+def test_an_earlier_claim_is_replaced(tmp_path: Path) -> None:
+    first = claim_directory(tmp_path / "demo", keep=False)
+    (first / "old").mkdir()
+    assert claim_directory(tmp_path / "demo", keep=False) == first
+    assert not (first / "old").exists()
+
+
+def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        directory = claim_directory(tmp_path / "demo", keep=True)
+        (directory / "result").touch()
+        names.append(directory.name)
+    assert names == ["demo", "demo-2", "demo-3"]
+    assert (tmp_path / "demo" / "result").exists()
+
+
+def test_what_somebody_else_wrote_is_never_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(UserError, match="with other files"):
+        claim_directory(tmp_path, keep=False)
+    assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+
+
+def test_an_empty_directory_of_the_user_is_taken(tmp_path: Path) -> None:
+    assert claim_directory(tmp_path, keep=False) == tmp_path
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_file_is_no_directory(tmp_path: Path, keep: bool) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"^--output must be a directory, got .*/file, a file; name another one$"
+    ):
+        claim_directory(tmp_path / "file", keep=keep)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_nothing_can_be_made_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--output must be a directory that can be written"):
+        claim_directory(tmp_path / "file" / "below", keep=False)
+
+
+def test_another_commands_claim_is_never_cleared(tmp_path: Path) -> None:
+    (claim_directory(tmp_path / "bench", keep=False) / "result").touch()
+    with pytest.raises(UserError, match="with other files"):
+        claim_directory(tmp_path / "bench", keep=False, marker=".other")
+    assert (tmp_path / "bench" / "result").exists()
+
+
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert claim_directory(Path("out"), keep=False) == tmp_path / "out"

@@ -1,20 +1,28 @@
-"""Whether a run can be resumed from a checkpoint as if it had never ended: all files there, whole, and of one save.
+"""Checkpoints that are whole: written whole or removed again, and checked before a run goes on from one.
 
-Opens every file without loading a tensor: a cut file is found, a flipped bit is not. Called before anything starts.
+A check opens every file without loading a tensor: a cut file is found, a flipped bit is not. Writers of weights tell
+of a full disk each in their own way (an OSError, safetensors' own error, torch's RuntimeError); it becomes one line.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, StorageFull
 from swift_stage2.run_directory import resume
 
+_STATE = "trainer_state.json"  # written last, by rank 0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_MIB = 2**20
 _DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
 
 
@@ -25,11 +33,11 @@ def checkpoint_step(directory: Path) -> int | None:
 
 
 def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
-    """What a resume from ``directory`` would lack, empty if nothing. ``needs_stage2``: the run has a channel B."""
+    """Why no run can resume from ``directory``, empty if one can. ``needs_stage2``: the run has a channel B."""
     if broken := [path.name for path in sorted(directory.rglob("*")) if not _is_readable(path)]:
         return f"{broken[0]} is cut or damaged"
     try:
-        step = _read_json(directory / "trainer_state.json")["global_step"]
+        step = _read_json(directory / _STATE)["global_step"]
         ranks = sorted(directory.glob("stage2_rank*.json"))
         world_size = int(_read_json(ranks[0])["world_size"]) if ranks else 0
         if missing := _missing(directory, world_size):
@@ -94,3 +102,53 @@ def _is_readable(path: Path) -> bool:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
+    """Removes ``directory`` again if what is done inside does not make a whole checkpoint of it.
+
+    Only its owner removes it, the rank that writes the weights and the trainer's state: under a rank that still
+    writes, a new directory would appear that looks whole and is not.
+
+    Raises:
+        StorageFull: the disk did not take it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_owner and _has_state(directory):
+            raise  # what failed came after it
+        if is_owner:
+            shutil.rmtree(directory, ignore_errors=True)
+        if not is_storage_failure(error):
+            raise
+        whole = [
+            path
+            for path in directory.parent.glob("checkpoint-*")
+            if not why_not_whole(path, needs_stage2=False)
+        ]
+        last = max(whole, key=lambda path: path.stat().st_mtime, default=None)
+        left = f"go on from {last}" if last else "no whole one is left"
+        words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB
+        raise StorageFull(
+            f"a checkpoint needs a disk that takes it whole, got {directory}: {words} "
+            f"({free_mib:,.0f} MiB free now); make room, then {left}"
+        ) from error
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether a disk did not take what was written."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    words = str(error)
+    return (isinstance(error, SafetensorError) and "os error" in words) or (
+        isinstance(error, RuntimeError) and ("PytorchStreamWriter" in words or "inline_container" in words)
+    )
+
+
+def _has_state(directory: Path) -> bool:
+    try:
+        return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
+    except (OSError, ValueError):
+        return False

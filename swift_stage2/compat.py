@@ -1,0 +1,90 @@
+"""Prepares other packages before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ACCELERATOR = "DS_ACCELERATOR"  # read by DeepSpeed when it is imported
+_DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
+# Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
+_EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
+
+# The operators that torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+# A library object undoes its declarations when it is collected.
+_declared: list[torch.library.Library] = []
+
+
+def declare_operators() -> None:
+    """Lets a torchvision built for CUDA import beside a CPU torch; called before ms-swift is imported; idempotent.
+
+    Its Python files attach fake kernels to operators that its compiled library declares, which does not load there.
+    With their schemas declared, its pure-Python transforms work, which image processors use. Does nothing when
+    torchvision is absent or imported, when its library loads, or when the operators exist.
+    """
+    if "torchvision" in sys.modules:
+        return
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    if _own_library_loads(Path(spec.submodule_search_locations[0])):
+        return
+    missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
+    if missing:
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for schema in missing:
+            library.define(schema)  # type: ignore[no-untyped-call]
+        _declared.append(library)
+
+
+def _own_library_loads(directory: Path) -> bool:
+    for path in (*directory.glob("_C*.so"), *directory.glob("_C*.pyd")):
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        except (ImportError, OSError):
+            continue
+        return True
+    return False
+
+
+def start_communication(swift: Mapping[str, Any]) -> None:
+    """On a CPU rank of torchrun, makes the gloo group known to torch and DeepSpeed alike; all ranks together.
+
+    It must run before ms-swift starts torch's own: else DeepSpeed counts one rank when ZeRO-3 loads a model, and
+    refuses the batch sizes. Without ``deepspeed`` and ``use_cpu`` in section ``swift`` nothing happens: on GPUs
+    Accelerate does it.
+    """
+    if not (swift.get("deepspeed") and swift.get("use_cpu") is True and "RANK" in os.environ):
+        return
+    os.environ.setdefault(_ACCELERATOR, "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    timeout_s = float(swift.get("ddp_timeout") or _DEFAULT_TIMEOUT_S)
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        auto_mpi_discovery=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def keep_buffers_exact() -> None:
+    """Between ms-swift's reading of its arguments and its loading of the model: keeps float32 buffers under ZeRO-3.
+
+    It would round the rotary frequencies, and learner and servers would disagree on every position. The user's own
+    ``data_types.keep_in_fp32_modules`` stays.
+    """
+    integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+    config = integration.deepspeed_config()
+    if config is not None and integration.is_deepspeed_zero3_enabled():
+        config.setdefault("data_types", {}).setdefault("keep_in_fp32_modules", list(_EXACT_BUFFERS))

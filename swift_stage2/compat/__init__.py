@@ -1,1 +1,0 @@
-"""What other packages must be told before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""

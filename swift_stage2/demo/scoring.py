@@ -1,0 +1,179 @@
+"""Scores detections, and checkpoints on held-out scenes with ms-swift's own engine, in a process of its own.
+
+``python -m swift_stage2.demo.scoring --rows ROWS.jsonl --out SCORES.json MODEL_DIR...``. All checkpoints of one call
+see the same scenes, greedy decoding and scoring. A prediction counts when it has the label of a true object and
+overlaps it enough, one to one, with as many pairs as possible: independent of channel B's matching, which it judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
+
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.demo.scenes import Box
+from swift_stage2.whole_file import write_whole
+
+Detections = Sequence[tuple[str, Box]]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class DetectionScore:
+    """Micro-averaged over all objects of all images; a ratio of nothing to nothing is 0."""
+
+    precision: float
+    recall: float
+    f1: float
+    mean_iou: float  # over the pairs that count
+    num_images: int
+
+
+def score_detections(
+    predictions: Sequence[Detections], ground_truth: Sequence[Detections], iou_threshold: float = 0.5
+) -> DetectionScore:
+    """Scores one list of (label, box) per image against another; boxes are x1, y1, x2, y2.
+
+    Raises:
+        ValueError: the two hold different numbers of images, or the threshold is outside (0, 1].
+    """
+    if len(predictions) != len(ground_truth):
+        raise ValueError(
+            "predictions and ground truth must speak of the same images, got "
+            f"num_predictions={len(predictions)} num_ground_truth={len(ground_truth)}"
+        )
+    if not 0 < iou_threshold <= 1:
+        raise ValueError(f"iou_threshold must lie in (0, 1], got iou_threshold={iou_threshold}")
+    hits = [
+        iou
+        for predicted, true in zip(predictions, ground_truth, strict=True)
+        for iou in _matched_ious(predicted, true, iou_threshold)
+    ]
+    num_predicted = sum(map(len, predictions))
+    num_true = sum(map(len, ground_truth))
+    return DetectionScore(
+        precision=_ratio(len(hits), num_predicted),
+        recall=_ratio(len(hits), num_true),
+        f1=_ratio(2 * len(hits), num_predicted + num_true),
+        mean_iou=_ratio(sum(hits), len(hits)),
+        num_images=len(ground_truth),
+    )
+
+
+def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float) -> list[float]:
+    """IoU of each pair of the assignment with the most pairs and, among those, the largest overlap."""
+    if not predicted or not true:
+        return []
+    iou = _pairwise_iou([box for _, box in predicted], [box for _, box in true])
+    same_label = np.array([[p == t for t, _ in true] for p, _ in predicted])
+    allowed = same_label & (iou >= iou_threshold)
+    # Any allowed pair outweighs all the overlap that the others could add: at most one per object.
+    gain = np.where(allowed, len(predicted) + len(true) + iou, 0.0)
+    rows, columns = linear_sum_assignment(gain, maximize=True)
+    return [float(iou[r, c]) for r, c in zip(rows, columns, strict=True) if allowed[r, c]]
+
+
+def _pairwise_iou(first: Sequence[Box], second: Sequence[Box]) -> Floats:
+    a, b = np.asarray(first, dtype=np.float64)[:, None], np.asarray(second, dtype=np.float64)[None]
+    sides = np.clip(np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2]), 0, None)
+    overlap = sides.prod(-1)
+    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - overlap
+    iou: Floats = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+    return iou
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+MAX_NEW_TOKENS = 128
+_BATCH_SIZE = 64
+
+
+def evaluation_command(rows: Path, out: Path, checkpoints: Sequence[Path]) -> tuple[str, ...]:
+    """The command line that writes one score per checkpoint to ``out``."""
+    module = (sys.executable, "-m", "swift_stage2.demo.scoring")
+    return (*module, "--rows", str(rows), "--out", str(out), *map(str, checkpoints))
+
+
+def read_scores(out: Path) -> tuple[DetectionScore, ...]:
+    """The scores that such a command wrote, in the order of its checkpoints."""
+    return tuple(DetectionScore(**score) for score in json.loads(out.read_text(encoding="utf-8")))
+
+
+def read_ground_truth(rows: Path) -> tuple[list[dict[str, Any]], list[Detections]]:
+    """Requests without the answer, and the true objects, of a data set that ``write_dataset`` wrote."""
+    requests: list[dict[str, Any]] = []
+    truth: list[Detections] = []
+    for line in rows.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        objects = row["objects"]
+        requests.append({"messages": row["messages"][:1], "images": row["images"]})
+        truth.append([(ref, tuple(box)) for ref, box in zip(objects["ref"], objects["bbox"], strict=True)])
+    return requests, truth
+
+
+def parse_answer(text: str) -> Detections:
+    """The objects of one answer, as channel B reads them: what is malformed counts as not said."""
+    return [(item.label, item.box) for item in parse_rollout(text).objects]
+
+
+def score_checkpoint(
+    checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
+) -> DetectionScore:
+    """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
+    # Here, because both take seconds to import.
+    from swift_stage2.compat import declare_operators
+
+    declare_operators()  # before ms-swift imports torchvision
+    import torch
+    from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine
+
+    from swift_stage2.demo.tiny_template import TINY_VL
+
+    engine = TransformersEngine(
+        str(checkpoint),
+        model_type=TINY_VL,
+        template_type=TINY_VL,
+        torch_dtype=torch.float32,
+        device_map="cpu",
+        max_batch_size=_BATCH_SIZE,
+    )
+    responses = engine.infer(
+        [InferRequest(**request) for request in requests],
+        RequestConfig(max_tokens=MAX_NEW_TOKENS, temperature=0.0),
+        use_tqdm=False,
+    )
+    answers = [response.choices[0].message.content for response in responses]
+    return score_detections([parse_answer(answer) for answer in answers], truth)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Scores every checkpoint and writes all scores at once."""
+    parser = argparse.ArgumentParser(prog="swift_stage2.demo.scoring")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="MODEL_DIR")
+    arguments = parser.parse_args(argv)
+    requests, truth = read_ground_truth(arguments.rows)
+    scores = []
+    for checkpoint in arguments.checkpoints:
+        score = score_checkpoint(checkpoint, requests, truth)
+        numbers = f"f1={score.f1:.4f} precision={score.precision:.4f} recall={score.recall:.4f}"
+        print(f"{checkpoint}: {numbers}", flush=True)
+        scores.append(asdict(score))
+    write_whole(arguments.out, json.dumps(scores, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
