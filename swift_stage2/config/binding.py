@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -54,17 +54,6 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
 
 
 _LONGEST_SHOWN = 120
-
-
-def _refuse_missing(declared: Mapping[str, Field[Any]], data: Mapping[str, Any], place: str) -> None:
-    for name, item in declared.items():
-        if name not in data and item.default is MISSING and item.default_factory is MISSING:
-            full = f"{place}.{name}" if place else name
-            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{_hint(item)}")
-
-
-def _hint(item: Field[Any]) -> str:
-    return f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
 
 
 def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
