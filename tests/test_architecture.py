@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "swift_stage2"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "swift_stage2"
+FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 
 # Methods that wait, and how many positional arguments come before their timeout.
 WAITING_METHODS = {
@@ -30,11 +31,11 @@ KNOWS_SWIFT = {
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }
-KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/", "gpu_check/")
+KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "gpu_check/", "benchmarks/")
 
 
 def name_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).as_posix()
+    return file.relative_to(PACKAGE if file.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.attacks.answer_targets import AnswerTargets, serving
+from benchmarks.attacks.hostile_server import HostileServer
+from benchmarks.attacks.odd_answers import odd_answer
+from benchmarks.attacks.result import FORBIDDEN
 from swift_stage2.background_failures import BackgroundFailures
-from swift_stage2.bench.attacks.answer_targets import AnswerTargets, serving
-from swift_stage2.bench.attacks.hostile_server import HostileServer
-from swift_stage2.bench.attacks.odd_answers import odd_answer
-from swift_stage2.bench.attacks.result import FORBIDDEN
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))
 """Each is answered to every target, several times where a target asks again. 3,000 are more than 20,000 answers."""

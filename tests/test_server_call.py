@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.attacks.hostile_server import HostileServer
 from swift_stage2 import rollout_protocol as protocol
-from swift_stage2.bench.attacks.hostile_server import HostileServer
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.server_call import ServerCaller
 from swift_stage2.server_session import Deadline, ServerSession

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.bench.servers import BenchServer, BenchServers, ServerKind
+from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import DemoJob, config_of, free_ports

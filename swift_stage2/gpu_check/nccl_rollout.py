@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import torch
 
-from swift_stage2.bench.servers import (
+from benchmarks.servers import (
     BenchServer,
     BenchServers,
     ServerKind,
     server_arguments,
     server_environment,
 )
-from swift_stage2.bench.sync import TextCanary
+from benchmarks.sync import TextCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.demo.demo_server import MODEL_TYPE, TEMPLATE_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from swift_stage2.bench.servers import BenchServers
+from benchmarks.servers import BenchServers
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.job import account, await_end, start_learner, start_server, write_job
 from swift_stage2.gpu_check.models import WIDE_4_LAYERS, checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from swift_stage2.bench.servers import BenchServers
+from benchmarks.servers import BenchServers
 from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.job import account, await_end, start_learner, start_server, write_job

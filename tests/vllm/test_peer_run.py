@@ -11,12 +11,12 @@ import pytest
 import torch
 from live_server import free_port
 
-from swift_stage2.bench.grpo_job import GrpoArm, run_grpo
-from swift_stage2.bench.learner_loop import LoopArm, loop_of, since
-from swift_stage2.bench.peer import STOCK_STAND_IN
-from swift_stage2.bench.servers import BenchServers
-from swift_stage2.bench.stand_in_job import start_stand_in
-from swift_stage2.bench.stock_weights import StockWeights
+from benchmarks.grpo_job import GrpoArm, run_grpo
+from benchmarks.learner_loop import LoopArm, loop_of, since
+from benchmarks.peer import STOCK_STAND_IN
+from benchmarks.servers import BenchServers
+from benchmarks.stand_in_job import start_stand_in
+from benchmarks.stock_weights import StockWeights
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
@@ -117,8 +117,8 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
 
 
 def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
-    from swift_stage2.bench.grpo_plugin import _on_main_thread
-    from swift_stage2.bench.step_clock import ExclusiveTimer
+    from benchmarks.grpo_plugin import _on_main_thread
+    from benchmarks.step_clock import ExclusiveTimer
 
     timer = ExclusiveTimer(iter(range(100)).__next__)
     call = _on_main_thread(timer, "rollout_ns", lambda: None)
@@ -131,7 +131,7 @@ def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
 
 
 def test_the_reward_counts_the_objects_of_any_answer() -> None:
-    from swift_stage2.bench.grpo_plugin import ObjectCount
+    from benchmarks.grpo_plugin import ObjectCount
 
     two = '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
     assert ObjectCount()([two, "", "nonsense"], solution=None) == [2.0, 0.0, 0.0]
