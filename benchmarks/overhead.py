@@ -8,7 +8,6 @@ and change halves from pair to pair, so that a machine whose speed changes chang
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,28 +15,21 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.paired_steps import Floats, PairedRatio, compare, num_common, step_seconds
-from swift_stage2.command_parser import CommandParser
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, read_clock
+from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
+from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
 from swift_stage2.demo.child_runs import Child, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
 from swift_stage2.demo.scene_files import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.training import DEADLINE_PER_STEP_S, START_DEADLINE_S
-from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import split_cores
-from swift_stage2.output_directory import claim_directory
 
-STEP_CLOCK = Path(__file__).parent / "step_clock.py"
-CLOCK_NAME = "stage2_step_clock"
-CLOCK_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK"
-MEETING_VARIABLE = "SWIFT_STAGE2_STEP_CLOCK_MEETING"
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2
 HOOKS_BUDGET = 0.01
@@ -70,33 +62,26 @@ class HookShare:
     median_agree_ms: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all pairs, prints a table and writes ``overhead.json``.
-
-    Raises:
-        UserError: an option is out of range, or the output directory cannot be used.
-        ChildFailed: an arm did not end well, or the arms hardly trained at the same time.
-    """
-    arguments = _parse(argv)
-    directory = claim_directory(arguments.output, keep=arguments.keep)
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Runs all pairs. Raises ChildFailed when an arm did not end well, or the arms hardly trained at the same time."""
     started = time.monotonic()
     clocks: dict[ArmName, list[Clock]] = {arm: [] for arm in ArmName}
-    job = _job(directory, arguments.steps, arguments.ranks)
+    job = _job(directory, options.steps, options.ranks)
     write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     with ChildRuns() as children:
-        for pair in range(arguments.repeats):
-            first, second = order_of_arms(pair)
-            _say(f"pair {pair + 1} of {arguments.repeats}: {first}, {second}")
-            run = _run_in_turns if arguments.in_turns else _run_together
-            for arm, clock in run(children, (first, second), job, directory / f"pair{pair}").items():
+        for pair in range(options.repeats):
+            arms = order_of_arms(pair)
+            say(f"pair {pair + 1} of {options.repeats}: {', '.join(arms)}")
+            run_arms = _run_in_turns if options.in_turns else _run_together
+            for arm, clock in run_arms(children, arms, job, directory / f"pair{pair}").items():
                 clocks[arm].append(clock)
     seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
     ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
-    report = {"ratio": asdict(ratio), "hooks": asdict(share), "num_ranks": job.num_ranks, "clocks": clocks}
-    report["in_turns"] = arguments.in_turns
-    (directory / "overhead.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    Console().print(overhead_table(seconds, ratio, share, in_turns=arguments.in_turns))
-    _say(f"took {time.monotonic() - started:.0f} s; {directory / 'overhead.json'}")
+    facts = {"ratio": asdict(ratio), "hooks": asdict(share), "num_ranks": job.num_ranks, "clocks": clocks}
+    facts["in_turns"] = options.in_turns
+    table = overhead_table(seconds, ratio, share, in_turns=options.in_turns)
+    publish(directory, "overhead", facts, table)
+    say(f"took {time.monotonic() - started:.0f} s")
     return 0
 
 
@@ -121,30 +106,26 @@ def hook_share(clocks: Sequence[Clock]) -> HookShare:
 
 
 def overhead_table(
-    seconds: dict[ArmName, list[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
-) -> Table:
+    seconds: Mapping[ArmName, Sequence[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
+) -> ResultTable:
     """What was measured beside its budget."""
-    table = Table(
-        title=f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps, "
+    median = Spread(ratio.quartiles[0], ratio.median.value, ratio.quartiles[1])
+    times = {arm: Spread.of(np.concatenate(seconds[arm])).words(1, 1e3) for arm in ArmName}
+    rows = [
+        *((f"step {arm}, ms (quartiles)", words, "", "") for arm, words in times.items()),
+        ("step ratio, median (quartiles)", median.words(4), f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}"),
+        ("ratio of summed steps", f"{ratio.total.value:.4f}", f"{ratio.total.upper_95:.4f}", ""),
+        ("own hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}"),
+        ("own hooks, median ms", f"{share.median_hooks_ms:.3f}", "", ""),
+        ("all-reduce and wait, share", f"{share.agree:.3%}", "", ""),
+        ("all-reduce and wait, median ms", f"{share.median_agree_ms:.3f}", "", ""),
+    ]
+    return ResultTable(
+        f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps, "
         + ("in turns" if in_turns else "side by side"),
-        title_justify="left",
+        ("", "measured", "upper 95 %", "budget"),
+        rows,
     )
-    table.add_column("")
-    for heading in ("measured", "upper 95 %", "budget"):
-        table.add_column(heading, justify="right")
-    for arm in ArmName:
-        steps = np.concatenate(seconds[arm]) * 1e3
-        low, middle, high = np.percentile(steps, (25, 50, 75))
-        table.add_row(f"step {arm}, ms (quartiles)", f"{middle:.1f} ({low:.1f}..{high:.1f})", "", "")
-    low, high = ratio.quartiles
-    median = f"{ratio.median.value:.4f} ({low:.3f}..{high:.3f})"
-    table.add_row("step ratio, median (quartiles)", median, f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}")
-    table.add_row("ratio of summed steps", f"{ratio.total.value:.4f}", f"{ratio.total.upper_95:.4f}", "")
-    table.add_row("own hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}")
-    table.add_row("own hooks, median ms", f"{share.median_hooks_ms:.3f}", "", "")
-    table.add_row("all-reduce and wait, share", f"{share.agree:.3%}", "", "")
-    table.add_row("all-reduce and wait, median ms", f"{share.median_agree_ms:.3f}", "", "")
-    return table
 
 
 def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
@@ -154,7 +135,7 @@ def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
     if arm is ArmName.OURS:
         return (*torchrun, ranks, "-m", "swift_stage2", "train", str(job.config_path))
     arguments = load_config(job.config_path).swift_arguments()
-    return (*torchrun, ranks, "-m", "benchmarks.plain_sft", *arguments)
+    return (*torchrun, ranks, "-m", "benchmarks.swift_program", "sft", *arguments)
 
 
 def _run_together(
@@ -170,7 +151,7 @@ def _run_together(
         log_dir=directory / "logs",
         deadline_s=START_DEADLINE_S + 2 * DEADLINE_PER_STEP_S * job.num_steps,
     )
-    clocks = {arm: _clock(directory / arm) for arm in arms}
+    clocks = {arm: read_clock(directory / arm / "clock") for arm in arms}
     num_steps = num_common([clock["end_ns"] for clock in clocks.values()])
     if num_steps < _LEAST_STEPS:
         raise ChildFailed(
@@ -192,7 +173,7 @@ def _run_in_turns(
             log_dir=directory / "logs",
             deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
         )
-    return {arm: _clock(directory / arm) for arm in arms}
+    return {arm: read_clock(directory / arm / "clock") for arm in arms}
 
 
 def _child(
@@ -208,47 +189,18 @@ def _child(
     return Child(
         name=arm,
         argv=arm_command(arm, own),
-        environment={**CHILD_ENVIRONMENT, CLOCK_VARIABLE: str(directory / "clock"), **environment},
+        environment={**CHILD_ENVIRONMENT, DIRECTORY_VARIABLE: str(directory / "clock"), **environment},
         cores=frozenset(cores),
     )
 
 
-def _clock(directory: Path) -> Clock:
-    clock: Clock = json.loads((directory / "clock" / "rank0.json").read_text())
-    return clock
-
-
 def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None = None) -> DemoJob:
-    without_saving: dict[str, Any] = {"callbacks": [CLOCK_NAME], "save_strategy": "no"}
     return DemoJob(
         directory=directory or root,
         rows=root / "train" / "rows.jsonl",
         num_steps=num_steps,
         b_ratio=0.0,
         num_ranks=num_ranks,
-        plugins=(STEP_CLOCK,),
-        swift=without_saving,
+        plugins=(PLUGINS / "clocks.py",),
+        swift={"callbacks": [STEP_CLOCK], "save_strategy": "no"},
     )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="swift-stage2 bench overhead", description="b_ratio 0 against plain swift sft: step times."
-    )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per arm (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="torchrun ranks (default %(default)s)")
-    parser.add_argument(
-        "--in-turns", action="store_true", help="arms one after the other on all cores, not side by side"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-overhead"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
-    arguments = parser.parse_args(argv)
-    for name, least in (("steps", _LEAST_STEPS), ("repeats", 1), ("ranks", 1)):
-        if (value := getattr(arguments, name)) < least:
-            raise UserError(f"--{name} must be at least {least}, got {name}={value}")
-    return arguments
-
-
-def _say(text: str) -> None:
-    print(f"[bench] {text}", flush=True)

@@ -2,7 +2,9 @@
 
 Both train the same tiny model on one rank with one torch thread, and both want rollouts for every step. Each also runs
 inline, where steps wait for their rollouts: a step's time less its waits bounds what the asynchronous run can reach.
-What the two train is not alike, so that idle shares compare, and steps/s only with a learner's own bound.
+What the two train is not alike, so that idle shares compare, and steps/s only with a learner's own bound. Idle is the
+share of wall time in which the main thread, which does all of a step's computing, neither ran on a core nor was ready
+to run without one: it waits for rollouts, weights, locks, files.
 """
 
 from __future__ import annotations
@@ -11,75 +13,157 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.bench_options import refuse_below
-from benchmarks.grpo_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, GrpoArm, run_grpo
-from benchmarks.learner_loop import (
-    ASYNCHRONOUS,
-    INLINE_OF,
-    LearnerLoop,
-    LoopArm,
-    loop_of,
-    share_of_bound,
-    since,
-)
-from benchmarks.overlap import Mode, run_of, waits_of
-from benchmarks.results import ResultTable, publish
-from benchmarks.servers import BenchServers
-from benchmarks.spread import Spread
-from benchmarks.stand_in_job import PLUGINS, Arm, run_arm, start_stand_in
-from swift_stage2.command_parser import CommandParser
+from benchmarks.clocks import Clock, since
+from benchmarks.estimates import Spread
+from benchmarks.interference import NUM_ROWS
+from benchmarks.learner_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, Arm, run_arm, run_grpo
+from benchmarks.overlap import NUM_WARMUP, Mode, run_of
+from benchmarks.plugins.pipeline import INLINE
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.errors import UserError
 from swift_stage2.launch.cores import split_cores
-from swift_stage2.output_directory import claim_directory
 from swift_stage2.rollout_server.vllm_package import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 
 B_RATIO = 1.0
 """GRPO trains rollouts at every step, so ours wants to; what it cannot have in time becomes steps of channel A."""
-STOCK_STAND_IN = "benchmarks.stock_stand_in"
-_WARMUP_STEPS = 8
-_STEPS = 72
-_REPEATS = 3
-_LATENCY_S = 0.5
-_NUM_ROWS = 512
+
+
+class LoopArm(StrEnum):
+    """Whose loop, and whether steps wait for their rollouts."""
+
+    OURS = "ours, asynchronous"
+    PEER = "ms-swift GRPO, async_generate"
+    OURS_INLINE = "ours, inline"
+    PEER_INLINE = "ms-swift GRPO, inline"
+
+
+ASYNCHRONOUS = (LoopArm.OURS, LoopArm.PEER)
+INLINE_OF = {LoopArm.OURS: LoopArm.OURS_INLINE, LoopArm.PEER: LoopArm.PEER_INLINE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLoop:
+    """One run after its warm-up. Seconds are sums over its steps."""
+
+    arm: LoopArm
+    num_steps: int
+    seconds: float
+    on_core: float
+    queued: float
+    """Ready to run without a core, which other programs had."""
+    in_rollout: float
+    """Main thread in a rollout call, or waiting for one."""
+    in_push: float
+    """Main thread in a push of weights or in a sync round."""
+    num_rollout_steps: int
+    """Steps that trained on rollouts; the others of ours trained channel A."""
+    num_completions: int
+    """Trained."""
+
+    @property
+    def idle_share(self) -> float:
+        """0 to 1."""
+        return 1 - (self.on_core + self.queued) / self.seconds
+
+    @property
+    def idle_share_less_queued(self) -> float:
+        """The same of the time in which nobody else had its core: on a shared machine it says more."""
+        return 1 - self.on_core / (self.seconds - self.queued)
+
+    @property
+    def steps_per_s(self) -> float:
+        """As the clock on the wall says."""
+        return self.num_steps / self.seconds
+
+    @property
+    def completions_per_s(self) -> float:
+        """Trained."""
+        return self.num_completions / self.seconds
+
+    @property
+    def step_s_without_rollouts(self) -> float:
+        """Mean seconds of a step less what it was in rollouts."""
+        return (self.seconds - self.in_rollout) / self.num_steps
+
+
+def share_of_bound(loop: LearnerLoop, inline: LearnerLoop, *, less_queued: bool = False) -> float:
+    """Steps/s of ``loop`` over those that the same learner would have if rollouts took no time, by its inline run.
+
+    ``less_queued``: as if nobody had ever waited for a core, which on a shared machine says more.
+    """
+    bound_s = inline.step_s_without_rollouts - less_queued * inline.queued / inline.num_steps
+    step_s = (loop.seconds - less_queued * loop.queued) / loop.num_steps
+    return bound_s / step_s
+
+
+def loop_of(
+    arm: LoopArm,
+    clock: Clock,
+    num_warmup: int,
+    *,
+    in_rollout: float,
+    in_push: float,
+    num_rollout_steps: int,
+    num_completions: int,
+) -> LearnerLoop:
+    """From a clock's nanoseconds at the end of every step; ``num_warmup`` is at least 1."""
+    return LearnerLoop(
+        arm=arm,
+        num_steps=len(clock["end_ns"]) - num_warmup,
+        seconds=since(clock, "end_ns", num_warmup),
+        on_core=since(clock, "main_ns", num_warmup),
+        queued=since(clock, "queued_ns", num_warmup),
+        in_rollout=in_rollout,
+        in_push=in_push,
+        num_rollout_steps=num_rollout_steps,
+        num_completions=num_completions,
+    )
+
 
 Repetition = dict[LoopArm, LearnerLoop]
-Ports = tuple[int, int]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all arms, prints the tables and writes ``peer.json`` and ``peer.md``.
+def check(options: argparse.Namespace) -> None:
+    """ms-swift's client imports vLLM."""
+    require_vllm("ms-swift's rollout client", without_gpu=True)
 
-    Raises:
-        UserError: an option is out of range, vLLM is not installed, or the output directory cannot be used.
-        ChildFailed: a process did not end well, or the inline run skipped a B step.
-    """
-    options = _parse(argv)
-    require_vllm("ms-swift's rollout client", without_gpu=True)  # it imports it
-    directory = claim_directory(options.output, keep=options.keep)
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
+    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
     repetitions: list[Repetition] = []
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
-        ours = start_stand_in(servers, rows, options.latency_s)
-        peers = start_stand_in(servers, rows, options.latency_s, STOCK_STAND_IN)
+        ports = {
+            stock: start_stand_in(servers, rows, options.latency_s, stock=stock) for stock in (False, True)
+        }
         for number in range(options.repeats):
             loops: Repetition = {}
-            for arm in list(LoopArm)[:: 1 if number % 2 == 0 else -1]:
-                print(f"[bench] repetition {number + 1} of {options.repeats}: {arm}", flush=True)
-                place = directory / f"{number}-{arm.name.lower()}"
-                run, ports = (_run_ours, ours) if arm in _OURS else (_run_peer, peers)
-                loops[arm] = run(children, arm, place, rows, options.steps, ports)
+            for loop in list(LoopArm)[:: 1 if number % 2 == 0 else -1]:
+                say(f"repetition {number + 1} of {options.repeats}: {loop}")
+                is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
+                arm = Arm(
+                    name=loop.name.lower(),
+                    directory=directory / f"{number}-{loop.name.lower()}",
+                    rows=rows,
+                    num_steps=options.steps,
+                    ports=ports[is_peer],
+                    b_ratio=0.0 if is_peer else B_RATIO,
+                    pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
+                )
+                loops[loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
             repetitions.append(loops)
     facts = {
         "latency_s": options.latency_s,
-        "steps": options.steps - _WARMUP_STEPS,
+        "steps": options.steps - NUM_WARMUP,
         "b_ratio": B_RATIO,
         "learner_cores": sorted(os.sched_getaffinity(0)),
         "server_cores": sorted(split_cores()[1]),
@@ -90,63 +174,67 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     }
     tables = [loop_table(repetitions), work_table(repetitions), bound_table(repetitions)]
-    publish(directory, "peer", facts, tables, notes(options.latency_s))
+    publish(directory, "peer", facts, *tables, *notes(options.latency_s))
     return 0
 
 
 def _facts(loop: LearnerLoop) -> dict[str, Any]:
-    return asdict(loop) | {
-        "idle_share": loop.idle_share,
-        "idle_share_less_queued": loop.idle_share_less_queued,
-    }
+    shares = {"idle_share": loop.idle_share, "idle_share_less_queued": loop.idle_share_less_queued}
+    return asdict(loop) | shares
 
 
 def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Idle shares, and what the main threads waited in."""
-    columns: tuple[tuple[Callable[[LearnerLoop], float], int, float], ...] = (
-        (lambda loop: loop.idle_share, 1, 100.0),
-        (lambda loop: loop.idle_share_less_queued, 1, 100.0),
-        (lambda loop: loop.in_rollout / loop.num_steps, 0, 1e3),
-        (lambda loop: loop.in_push / loop.num_steps, 0, 1e3),
-        (lambda loop: loop.seconds / loop.num_steps, 0, 1e3),
-        (lambda loop: loop.queued / loop.num_steps, 0, 1e3),
-    )
     num_steps = repetitions[0][LoopArm.OURS].num_steps
-    return ResultTable(
+    return _table(
         f"Learners beside the same stand-in, {num_steps} steps after the warm-up, repetitions: {len(repetitions)}; "
         "median (quartiles)",
-        (
-            "learner",
-            "idle, % of wall time",
-            "less waits for a core, %",
-            "in rollouts, ms/step",
-            "in weights, ms/step",
-            "step, ms",
-            "of it without a core, ms",
-        ),
-        _rows(repetitions, columns),
+        repetitions,
+        {
+            "idle, % of wall time": (1, lambda loop: 100 * loop.idle_share),
+            "less waits for a core, %": (1, lambda loop: 100 * loop.idle_share_less_queued),
+            "in rollouts, ms/step": (0, lambda loop: 1e3 * loop.in_rollout / loop.num_steps),
+            "in weights, ms/step": (0, lambda loop: 1e3 * loop.in_push / loop.num_steps),
+            "step, ms": (0, lambda loop: 1e3 * loop.seconds / loop.num_steps),
+            "of it without a core, ms": (0, lambda loop: 1e3 * loop.queued / loop.num_steps),
+        },
     )
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """How much was trained, and on what."""
-    columns: tuple[tuple[Callable[[LearnerLoop], float], int, float], ...] = (
-        (lambda loop: loop.steps_per_s, 3, 1.0),
-        (lambda loop: loop.num_rollout_steps / loop.num_steps, 1, 100.0),
-        (lambda loop: loop.num_completions / max(1, loop.num_rollout_steps), 1, 1.0),
-        (lambda loop: loop.completions_per_s, 2, 1.0),
-    )
-    return ResultTable(
+    return _table(
         "What they trained: median (quartiles)",
-        (
-            "learner",
-            "steps/s",
-            "steps on rollouts, %",
-            "completions in such a step",
-            "completions trained, 1/s",
-        ),
-        _rows(repetitions, columns),
+        repetitions,
+        {
+            "steps/s": (3, lambda loop: loop.steps_per_s),
+            "steps on rollouts, %": (1, lambda loop: 100 * loop.num_rollout_steps / loop.num_steps),
+            "completions in such a step": (
+                1,
+                lambda loop: loop.num_completions / max(1, loop.num_rollout_steps),
+            ),
+            "completions trained, 1/s": (2, lambda loop: loop.completions_per_s),
+        },
     )
+
+
+def _table(
+    title: str,
+    repetitions: Sequence[Repetition],
+    columns: dict[str, tuple[int, Callable[[LearnerLoop], float]]],
+) -> ResultTable:
+    """One row per learner; a column says its digits and its value."""
+    rows = [
+        (
+            str(arm),
+            *(
+                Spread.of([value(each[arm]) for each in repetitions]).words(digits)
+                for digits, value in columns.values()
+            ),
+        )
+        for arm in LoopArm
+    ]
+    return ResultTable(title, ("learner", *columns), rows)
 
 
 def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
@@ -162,7 +250,7 @@ def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
     return ResultTable(
         "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
         ("learner", "bound, steps/s", "reached, steps/s", "of the bound", "less waits for a core"),
-        tuple(rows),
+        rows,
     )
 
 
@@ -191,71 +279,31 @@ def notes(latency_s: float) -> list[str]:
     ]
 
 
-_OURS = (LoopArm.OURS, LoopArm.OURS_INLINE)
-
-
-def _rows(
-    repetitions: Sequence[Repetition], columns: Sequence[tuple[Callable[[LearnerLoop], float], int, float]]
-) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            str(arm),
-            *(
-                Spread.of([value(each[arm]) for each in repetitions]).words(digits, scale)
-                for value, digits, scale in columns
-            ),
-        )
-        for arm in LoopArm
-    )
-
-
-def _run_ours(
-    children: ChildRuns, arm: LoopArm, directory: Path, rows: Path, num_steps: int, ports: Ports
-) -> LearnerLoop:
-    inline = arm is LoopArm.OURS_INLINE
-    job = Arm(
-        name=arm.name.lower(),
-        directory=directory,
-        rows=rows,
-        num_steps=num_steps,
-        b_ratio=B_RATIO,
-        ports=ports,
-        plugin=PLUGINS / "inline_plugin.py" if inline else None,
-    )
-    records = run_arm(children, job)
-    run = run_of(Mode.INLINE if inline else Mode.ASYNC, records, waits_of(job), _WARMUP_STEPS)
-    steps = [record for record in records.of_kind("step") if record["step"] >= _WARMUP_STEPS]
+def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+    records = run_arm(children, arm)
+    run = run_of(Mode.INLINE if arm.pipeline else Mode.ASYNC, records, NUM_WARMUP)
+    steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
     return loop_of(
-        arm,
+        loop,
         records.clock,
-        _WARMUP_STEPS,
+        NUM_WARMUP,
         in_rollout=run.waited,
         in_push=sum(step["activity_ns"].get("syncing", 0) for step in steps) / 1e9,
         num_rollout_steps=run.num_b_run,
-        num_completions=num_trained(ledger_path(directory / "run", 0), _WARMUP_STEPS),
+        num_completions=num_trained(ledger_path(arm.directory / "run", 0), NUM_WARMUP),
     )
 
 
-def _run_peer(
-    children: ChildRuns, arm: LoopArm, directory: Path, rows: Path, num_steps: int, ports: Ports
-) -> LearnerLoop:
-    job = GrpoArm(
-        name=arm.name.lower(),
-        directory=directory,
-        rows=rows,
-        num_steps=num_steps,
-        ports=ports,
-        asynchronous=arm is LoopArm.PEER,
-    )
-    clock = run_grpo(children, job)
+def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+    clock = run_grpo(children, arm, asynchronous=loop is LoopArm.PEER)
     return loop_of(
-        arm,
+        loop,
         clock,
-        _WARMUP_STEPS,
-        in_rollout=since(clock, ROLLOUT_NS, _WARMUP_STEPS),
-        in_push=since(clock, PUSH_NS, _WARMUP_STEPS),
-        num_rollout_steps=num_steps - _WARMUP_STEPS,
-        num_completions=COMPLETIONS_PER_STEP * (num_steps - _WARMUP_STEPS),
+        NUM_WARMUP,
+        in_rollout=since(clock, ROLLOUT_NS, NUM_WARMUP),
+        in_push=since(clock, PUSH_NS, NUM_WARMUP),
+        num_rollout_steps=arm.num_steps - NUM_WARMUP,
+        num_completions=COMPLETIONS_PER_STEP * (arm.num_steps - NUM_WARMUP),
     )
 
 
@@ -267,33 +315,3 @@ def num_trained(ledger: Path, first_step: int) -> int:
         for entry in entries
         if entry["kind"] == Entry.TRAINED and entry["step"] >= first_step
     )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="swift-stage2 bench peer",
-        description="Our learner's loop and ms-swift's own asynchronous GRPO (async_generate) beside the same stand-in "
-        "server, asynchronous and inline each: learner idle share, and steps/s against each learner's own bound. Takes "
-        "roughly 20 minutes on two cores. Needs vLLM, with whose installation ms-swift's client comes. Exit status 0: "
-        "everything was measured.",
-    )
-    parser.add_argument(
-        "--latency-s", type=float, default=_LATENCY_S, help="mean wait of a rollout (default %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=_STEPS,
-        help=f"optimizer steps per run, the first {_WARMUP_STEPS} not counted (default %(default)s)",
-    )
-    parser.add_argument("--repeats", type=int, default=_REPEATS, help="repetitions (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-peer"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
-    options = parser.parse_args(argv)
-    refuse_below("repeats", options.repeats, 1, _REPEATS)
-    refuse_below("steps", options.steps, 2 * _WARMUP_STEPS, _STEPS)
-    if not 0 < options.latency_s <= 10:
-        raise UserError(
-            f"--latency-s must be above 0 and at most 10, got {options.latency_s}; write {_LATENCY_S}"
-        )
-    return options

@@ -17,6 +17,7 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports
 from swift_stage2.demo.demo_server import server_entry
 from swift_stage2.errors import ChildFailed
+from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.process_tree import Command, ProcessTree
@@ -126,6 +127,39 @@ class BenchServers:
     def _await(self, kind: ServerKind, base_url: str, group_port: int, tree: ProcessTree) -> BenchServer:
         self.await_answer(base_url, tree)
         return BenchServer(kind, base_url, group_port, tree)
+
+
+def stand_in_arguments(
+    rows: Path, latency_s: float, model: Path, port: int, *, stock: bool = False
+) -> list[str]:
+    """What follows ``python`` on the stand-in's command line."""
+    place = ["--model", str(model), "--port", str(port), "--rows", str(rows)]
+    return [
+        "-m",
+        "benchmarks.stand_in_server",
+        *place,
+        "--latency-s",
+        str(latency_s),
+        *(["--stock"] if stock else []),
+    ]
+
+
+def start_stand_in(
+    servers: BenchServers, rows: Path, latency_s: float, *, stock: bool = False
+) -> tuple[int, int]:
+    """Starts the server on the cores that are not the learner's, and returns its ports once it answers.
+
+    ``stock``: for ms-swift's own client.
+
+    Raises:
+        ChildFailed: it did not answer in time.
+    """
+    port, group_port = free_ports(2)
+    argv = (sys.executable, "-u", *stand_in_arguments(rows, latency_s, STAGE1, port, stock=stock))
+    with started_on(split_cores()[1]):
+        tree = servers.start_process("stock_stand_in" if stock else "stand_in_server", argv)
+    servers.await_answer(f"http://127.0.0.1:{port}", tree)
+    return port, group_port
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:

@@ -3,7 +3,7 @@
 ``python -m benchmarks.stand_in_server --model DIR --port N --rows FILE --latency-s S`` speaks the whole wire,
 rounds included, so that a learner beside it has its processor to itself. The wait of a batch is drawn from the seed of
 its first request, or where a client sends none from the number of its row, so that the same POST waits as long in every
-arm of a bench.
+arm of a bench. With ``--stock`` it takes weights as a stock server does from ms-swift's own client.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from typing import Any
 import torch
 
 from benchmarks.crowds import half_right_answer
+from benchmarks.stock_weights import StockWeights
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.request_limits import RequestLimits
-from swift_stage2.rollout_server.app import serve
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server import app
+from swift_stage2.rollout_server.engine import Engine, GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd
 from swift_stage2.rollout_server.server_command import ServerCommand
+from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
@@ -102,6 +104,14 @@ class StandInGenerator(SwiftGenerator):
         ]
 
 
+class StockService(RolloutService):
+    """A service without rounds."""
+
+    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
+        super().__init__(engine, host)
+        self.rounds = StockWeights()  # type: ignore[assignment]
+
+
 def drawn_latency(mean_s: float, seed: int | None) -> float:
     """Seconds that a batch waits whose first request has this seed."""
     return mean_s * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
@@ -118,7 +128,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--latency-s", type=float, required=True)
+    parser.add_argument("--stock", action="store_true")
     options = parser.parse_args(argv)
+    if options.stock:
+        app.RolloutService = StockService  # type: ignore[attr-defined]
 
     def load() -> StandInGenerator:
         torch.set_num_threads(1)
@@ -132,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         generator.learn(options.rows, options.latency_s)
         return generator
 
-    return serve(
+    return app.serve(
         ServerCommand(
             host="127.0.0.1",
             port=options.port,

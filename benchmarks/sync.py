@@ -1,13 +1,12 @@
-"""``swift-stage2 bench sync``: a real sync round against a raw broadcast of the same bytes on the same transport.
+"""``swift-stage2 bench sync``: what a sync round costs, against a raw broadcast of the same bytes on its transport.
 
-Rounds and raw broadcasts take turns, bucket by bucket the same bytes between two processes on one machine. The
-broadcast phase is the time inside the transport; export, checksums, the server's load and the proof stand apart.
+Between two processes on one machine, with untrained models of a wanted size. The broadcast phase is the time inside the
+transport; export, checksums, the server's load and the proof stand apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -19,18 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.estimates import Spread, pair_ratios
 from benchmarks.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
+from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
-from benchmarks.sized_model import write_model
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.collectives import SingleRank
-from swift_stage2.command_parser import CommandParser
 from swift_stage2.demo.demo_config import free_ports
-from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.output_directory import claim_directory
+from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
+from swift_stage2.errors import ChildFailed
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_export import WeightExport, flatten
 from swift_stage2.weight_sync import RoundOutcome, WeightSync
@@ -45,6 +42,12 @@ _CANARY_TOKENS = 4
 _PHASES = (
     "canary", "export", "begin", "connect", "wait", "pack", "push", "acknowledge", "prove", "total",
 )  # fmt: skip
+_FLOAT32 = 4
+# Feed-forward width is what grows: matrices of a usual shape, and generation that stays quick.
+_SMALL = ({"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1},
+          {"hidden_size": 32, "num_heads": 1, "depth": 1, "intermediate_size": 64, "out_hidden_size": 32})  # fmt: skip
+_USUAL: tuple[dict[str, int], dict[str, int]] = ({}, {})
+_USUAL_FROM_MIB = 16
 
 
 class TimedTransport:
@@ -121,38 +124,27 @@ class SyncMeasurement:
     @property
     def ratios(self) -> list[float]:
         """Broadcast phase over the raw broadcast before it."""
-        return [ours / raw for ours, raw in zip(self.broadcast, self.raw, strict=True)]
+        return pair_ratios(self.broadcast, self.raw)
 
     @property
     def ratios_to_new(self) -> list[float]:
         """Broadcast phase over the raw broadcast into new memory before it."""
-        return [ours / raw for ours, raw in zip(self.broadcast, self.raw_into_new, strict=True)]
+        return pair_ratios(self.broadcast, self.raw_into_new)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every server and size, prints a table and writes ``sync.json``.
-
-    Raises:
-        UserError: an option is out of range, or something is not installed.
-        ChildFailed: a server did not answer, or a round was not proven.
-    """
-    arguments = _parse(argv)
-    directory = claim_directory(arguments.output, keep=arguments.keep)
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Raises UserError when something is not installed, ChildFailed when a server did not answer or prove a round."""
     measured = []
-    for mib in arguments.mib:
+    for mib in options.mib:
         model = directory / f"model-{mib}"
         write_model(model, mib)
-        for kind in arguments.servers:
-            print(f"[bench] {kind}, {mib} MiB", flush=True)
+        for kind in map(ServerKind, options.servers):
+            say(f"{kind}, {mib} MiB")
             with BenchServers(directory / "logs" / f"{kind}-{mib}") as servers:
-                server = servers.start(kind, model=model)
-                measured.append(measure(servers, server, model, arguments.repeats))
+                measured.append(measure(servers, servers.start(kind, model=model), model, options.repeats))
         shutil.rmtree(model)
-    report = [
-        asdict(each) | {"ratios": each.ratios, "ratios_to_new": each.ratios_to_new} for each in measured
-    ]
-    (directory / "sync.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    Console().print(sync_table(measured))
+    facts = [asdict(each) | {"ratios": each.ratios, "ratios_to_new": each.ratios_to_new} for each in measured]
+    publish(directory, "sync", facts, sync_table(measured))
     return 0
 
 
@@ -225,30 +217,24 @@ def _seconds_to_send(sender: RawSender, flats: Sequence[torch.Tensor]) -> float:
     return time.perf_counter() - started
 
 
-def sync_table(measured: Sequence[SyncMeasurement]) -> Table:
+def sync_table(measured: Sequence[SyncMeasurement]) -> ResultTable:
     """One column per server and size; medians over the repetitions."""
-    table = Table(title="sync round against a raw broadcast, median seconds", title_justify="left")
-    table.add_column("")
-    for each in measured:
-        table.add_column(f"{each.server}\n{each.num_bytes / _MIB:.0f} MiB", justify="right")
     rows = {
         "raw broadcast": [f"{np.median(each.raw):.4f}" for each in measured],
         "raw broadcast into new memory": [f"{np.median(each.raw_into_new):.4f}" for each in measured],
         "broadcast phase": [f"{np.median(each.broadcast):.4f}" for each in measured],
-        "ratio to raw": [_with_quartiles(each.ratios) for each in measured],
-        "ratio to raw into new memory": [_with_quartiles(each.ratios_to_new) for each in measured],
+        "ratio to raw": [Spread.of(each.ratios).words(2) for each in measured],
+        "ratio to raw into new memory": [Spread.of(each.ratios_to_new).words(2) for each in measured],
         "budget": [
             f"{BUDGET}" if each.num_bytes > 0.99 * BUDGET_FROM_MIB * _MIB else "" for each in measured
         ],
         **{name: [_median_phase(each, name) for each in measured] for name in _PHASES},
     }
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
-
-
-def _with_quartiles(ratios: Sequence[float]) -> str:
-    return "{1:.2f} ({0:.2f}..{2:.2f})".format(*np.percentile(ratios, (25, 50, 75)))
+    return ResultTable(
+        "sync round against a raw broadcast, median seconds",
+        ("", *(f"{each.server}, {each.num_bytes / _MIB:.0f} MiB" for each in measured)),
+        [(name, *cells) for name, cells in rows.items()],
+    )
 
 
 def _median_phase(measurement: SyncMeasurement, name: str) -> str:
@@ -266,22 +252,21 @@ def _phases(outcome: RoundOutcome) -> dict[str, float]:
     return {**report.seconds, **apart}
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="swift-stage2 bench sync",
-        description="A sync round against a raw broadcast of the same bytes on the same transport.",
+def write_model(directory: Path, mib: int) -> int:
+    """Writes a model directory of about ``mib`` MiB of float32 weights, at least 1, and returns their bytes."""
+    text, vision = _USUAL if mib >= _USUAL_FROM_MIB else _SMALL
+    tokenizer = build_tokenizer()
+    vocab_size = len(tokenizer)
+    narrow, wide = (
+        _num_bytes(vocab_size, {**text, "intermediate_size": width}, vision) for width in (64, 128)
     )
-    parser.add_argument("--mib", type=int, nargs="+", default=[1, 100, 1024], help="bytes of weights, MiB")
-    parser.add_argument(
-        "--servers", nargs="+", type=ServerKind, choices=list(ServerKind),
-        default=[ServerKind.TRANSFORMERS, ServerKind.STOCK],
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="pairs per cell (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-sync"), metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
-    arguments = parser.parse_args(argv)
-    if min(arguments.mib) < 1:
-        raise UserError(f"--mib must be at least 1, got mib={min(arguments.mib)}")
-    if arguments.repeats < 1:
-        raise UserError(f"--repeats must be at least 1, got repeats={arguments.repeats}")
-    return arguments
+    per_column = (wide - narrow) / 64
+    width = max(16, round((mib * _MIB - narrow) / per_column) + 64)
+    model = build_model(0, vocab_size=vocab_size, text={**text, "intermediate_size": width}, vision=vision)
+    save_model(model, build_processor(tokenizer), directory)
+    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+
+
+def _num_bytes(vocab_size: int, text: dict[str, int], vision: dict[str, int]) -> int:
+    model = build_model(0, vocab_size=vocab_size, text=text, vision=vision)
+    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.attacks.answer_targets import AnswerTargets, serving
-from benchmarks.attacks.hostile_server import HostileServer
-from benchmarks.attacks.odd_answers import odd_answer
+from benchmarks.attacks.hostile_server import HostileServer, odd_answer
 from benchmarks.attacks.result import FORBIDDEN
 from swift_stage2.background_failures import BackgroundFailures
 

@@ -17,9 +17,9 @@ from itertools import chain, repeat
 from random import Random
 
 from benchmarks.attacks.answer_targets import serving
-from benchmarks.attacks.hostile_server import HostileServer
-from benchmarks.attacks.odd_answers import odd_answer
+from benchmarks.attacks.hostile_server import HostileServer, odd_answer
 from benchmarks.attacks.result import AttackResult
+from benchmarks.results import say
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.background_failures import BackgroundFailures
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
@@ -56,8 +56,8 @@ def odd_answers(num_answers: int) -> list[AttackResult]:
                 ends[target][end] += 1
         ends["threads"][targets.what_the_threads_did(failures)] += 1
         for line in targets.failures[:20]:
-            print(f"[bench] {line}", flush=True)
-        print(f"[bench] {len(server.calls):,} odd answers were given", flush=True)
+            say(line)
+        say(f"{len(server.calls):,} odd answers were given")
     return [
         AttackResult(f"odd answers to the {target}", found.total(), dict(found))
         for target, found in ends.items()
@@ -110,7 +110,7 @@ def _cost(name: str, answer: Callable[[str], Iterable[bytes]], who: str) -> Atta
     if child.returncode != 0:
         return AttackResult(name, 1, {"traceback": 1})
     found = json.loads(child.stdout.splitlines()[-1])
-    print(f"[bench] {name}: {found['said'][:160]}", flush=True)
+    say(f"{name}: {found['said'][:160]}")
     end = "accepted" if found["said"].startswith(("answered", "accepted")) else "fault"
     if found["seconds"] > _CALL_S + _LEEWAY_S:
         end = "hang"

@@ -23,7 +23,7 @@ import httpx
 import psutil
 from PIL import Image
 
-from benchmarks.attacks.result import AttackResult
+from benchmarks.attacks.result import AttackResult, server_process
 from benchmarks.servers import BenchServers, ServerKind
 from swift_stage2 import rollout_protocol as protocol
 
@@ -39,7 +39,7 @@ def attacks() -> list[AttackResult]:
     """Every attack of this group, one after the other, on one server."""
     with tempfile.TemporaryDirectory() as folder, BenchServers(Path(folder)) as servers:
         server = servers.start(ServerKind.TRANSFORMERS)
-        target = _Target(server.base_url, _server_process(server.tree.pid), server.tree.log_path)
+        target = _Target(server.base_url, server_process(server), server.tree.log_path)
         found = [result for group in (_files, _sizes, _bodies) for result in group(target, Path(folder))]
         return [*found, _vanished(target)]
 
@@ -126,11 +126,6 @@ class _Watch:
                     self.outcomes["lost"] += 1
                 self.longest_s = max(self.longest_s, time.monotonic() - begun)
                 self.peak_mib = max(self.peak_mib, self._target.memory_mib() - self._first_mib)
-
-
-def _server_process(warden: int) -> psutil.Process:
-    """The process below the warden that holds the model."""
-    return max(psutil.Process(warden).children(recursive=True), key=lambda child: child.memory_info().rss)
 
 
 def _files(target: _Target, folder: Path) -> list[AttackResult]:

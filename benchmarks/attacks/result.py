@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
+from benchmarks.servers import BenchServer
+
+_MIB = 1 << 20
 FORBIDDEN = frozenset({"hang", "traceback", "accepted", "lost"})
 """Outcomes that no try may have: no end in time, an exception that is not ours, an answer believed that must not be,
 a sample or a process that is gone."""
@@ -31,3 +39,36 @@ class AttackResult:
     def forbidden(self) -> dict[str, int]:
         """Outcomes that must not be, with their numbers; empty when the attack was withstood."""
         return {word: number for word, number in self.outcomes.items() if word in FORBIDDEN and number}
+
+
+class Tries:
+    """Counts how tries end and notes the longest, and the server's memory beside them."""
+
+    def __init__(self, name: str, server: BenchServer | None = None) -> None:
+        self._name = name
+        self._outcomes: Counter[str] = Counter()
+        self._process = None if server is None else server_process(server)
+        self._start = self._peak = 0 if self._process is None else self._process.memory_info().rss
+        self._longest_s = 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._longest_s = max(self._longest_s, time.perf_counter() - started)
+        if self._process is not None:
+            self._peak = max(self._peak, self._process.memory_info().rss)
+
+    def count(self, outcome: str, number: int = 1) -> None:
+        self._outcomes[outcome] += number
+
+    def counted(self) -> AttackResult:
+        grown = None if self._process is None else (self._peak - self._start) / _MIB
+        attempts = sum(self._outcomes.values())
+        return AttackResult(self._name, attempts, dict(self._outcomes), grown, self._longest_s)
+
+
+def server_process(server: BenchServer) -> psutil.Process:
+    """The server itself, below the process that watches over it."""
+    below = psutil.Process(server.tree.pid).children(recursive=True)
+    return next(each for each in below if "rollout" in each.cmdline())

@@ -11,18 +11,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 
 import psutil
 import torch
 
-from benchmarks.attacks.result import AttackResult
+from benchmarks.attacks.result import AttackResult, Tries, server_process
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.errors import ServerFault
@@ -118,35 +116,8 @@ class _Learner:
         return connect_stream(_HOST, self._server.group_port, secret, _LONGEST_S)
 
 
-class _Tries:
-    """Counts how tries end and notes the longest, and the server's memory beside them."""
-
-    def __init__(self, name: str, server: BenchServer | None = None) -> None:
-        self._name = name
-        self._outcomes: Counter[str] = Counter()
-        self._process = None if server is None else _server_process(server)
-        self._start = self._peak = 0 if self._process is None else self._process.memory_info().rss
-        self._longest_s = 0.0
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._longest_s = max(self._longest_s, time.perf_counter() - started)
-        if self._process is not None:
-            self._peak = max(self._peak, self._process.memory_info().rss)
-
-    def count(self, outcome: str, number: int = 1) -> None:
-        self._outcomes[outcome] += number
-
-    def counted(self) -> AttackResult:
-        grown = None if self._process is None else (self._peak - self._start) / _MIB
-        attempts = sum(self._outcomes.values())
-        return AttackResult(self._name, attempts, dict(self._outcomes), grown, self._longest_s)
-
-
 def _strangers(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = _Tries("peers without the secret, 128 of them silent, then a learner", server)
+    tries = Tries("peers without the secret, 128 of them silent, then a learner", server)
     learner = _Learner(server, session)
     secret = learner.open()
     silent: deque[socket.socket] = deque()
@@ -162,7 +133,7 @@ def _strangers(server: BenchServer, session: ServerSession) -> AttackResult:
 
 
 def _stores_of_strangers(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = _Tries("8 MiB of a peer without the secret, then a learner", server)
+    tries = Tries("8 MiB of a peer without the secret, then a learner", server)
     learner = _Learner(server, session)
     secret = learner.open()
     for _ in range(_NUM_STORES):
@@ -173,7 +144,7 @@ def _stores_of_strangers(server: BenchServer, session: ServerSession) -> AttackR
 
 
 def _stores_of_callers(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = _Tries("one tensor announced again, of a terabyte, or of nobody", server)
+    tries = Tries("one tensor announced again, of a terabyte, or of nobody", server)
     learner = _Learner(server, session)
     first = learner.layout[0]
     terabyte = {"shape": [1 << 38], "start_idx": 0, "end_idx": 1 << 40, "numel": 1 << 40}
@@ -191,7 +162,7 @@ def _stores_of_callers(server: BenchServer, session: ServerSession) -> AttackRes
 
 
 def _lies(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = _Tries("one bit changed on the way: info, health and a completion afterwards")
+    tries = Tries("one bit changed on the way: info, health and a completion afterwards")
     learner = _Learner(server, session)
     for number in range(_NUM_LIES):
         with tries.one():
@@ -220,7 +191,7 @@ def _reason_to_refuse(session: ServerSession) -> str | None:
 
 def _waiting_loads(server: BenchServer, session: ServerSession) -> AttackResult:
     """The loads of one round wait for a learner that sends nothing; then that learner begins anew."""
-    tries = _Tries(f"{_LOADS} loads that wait for a silent learner, then its next round")
+    tries = Tries(f"{_LOADS} loads that wait for a silent learner, then its next round")
     learner = _Learner(server, session)
     for _ in range(_NUM_WAITING):
         with tries.one(), closing(learner.connect(learner.open())):
@@ -245,10 +216,10 @@ def _load(session: ServerSession) -> str:
 
 def _ends_beside_a_frozen_learner(servers: BenchServers) -> AttackResult:
     """SIGTERM while a load waits for a process that stands still; the round has ten minutes."""
-    tries = _Tries("SIGTERM while a load waits for a frozen learner")
+    tries = Tries("SIGTERM while a load waits for a frozen learner")
     for _ in range(_NUM_ENDS):
         server = servers.start(ServerKind.TRANSFORMERS)
-        process = _server_process(server)
+        process = server_process(server)
         with ServerSession(server.base_url) as session, ThreadPoolExecutor(2) as callers:
             learner = _Learner(server, session)
             frozen = _start_learner(server.group_port, learner.open())
@@ -303,9 +274,3 @@ def _heard(peer: socket.socket) -> str:
             return "not answered"
         except ConnectionError:
             return "turned away"
-
-
-def _server_process(server: BenchServer) -> psutil.Process:
-    """The server itself, below the process that watches over it."""
-    below = psutil.Process(server.tree.pid).children(recursive=True)
-    return next(each for each in below if "rollout" in each.cmdline())

@@ -174,13 +174,15 @@ def count_samples(account: RunAccount) -> SampleCount:
         trained=sum(rank.trained for rank in account.ranks),
         quarantined=sum(sum(rank.quarantined.values()) for rank in account.ranks),
         in_hand=sum(sum(rank.in_hand.values()) for rank in account.ranks),
-        broken_rules=tuple(
-            broken.rule
-            for part in (account.violations, *(rank.violations for rank in account.ranks))
-            for broken in part
-        ),
+        broken_rules=broken_rules(account),
         records_lost=sum(rank.num_records_lost for rank in account.ranks),
     )
+
+
+def broken_rules(account: RunAccount) -> tuple[str, ...]:
+    """Of the run and of its ranks."""
+    parts = (account.violations, *(rank.violations for rank in account.ranks))
+    return tuple(broken.rule for part in parts for broken in part)
 
 
 def gaps(steps: Sequence[Record]) -> list[Gap]:

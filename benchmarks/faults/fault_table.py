@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.faults.accounting import FaultReport
-from benchmarks.faults.leftovers import Leftovers
+from benchmarks.faults.server import Leftovers
 
 _HEADINGS = (
     "fault",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.faults.switches import INSTALL, INSTALL_SEEN, Switches
+from benchmarks.faults.commit import INSTALL, INSTALL_SEEN, Switches
 from swift_stage2.rollout_server.app import serve
 from swift_stage2.rollout_server.command_line import parse_command
 from swift_stage2.rollout_server.engine import InstallFault

@@ -8,29 +8,26 @@ both ranks are replayed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults import row_data
-from benchmarks.faults.bench_options import bench_parser, refuse_below
-from benchmarks.faults.run import FaultBench
+from benchmarks.faults.accounting import broken_rules
+from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
-from benchmarks.servers import server_arguments
-from swift_stage2.demo.demo_config import STAGE1, free_ports
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import ServerKind
+from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 
+__all__ = ["check", "run"]
 _FAILED = 1
-_POINTS = 50
 _SAVE_STEPS = 5
 _MOST_STEPS = 8  # between a process's first step and its end
 _LONGEST_START_S = 12.0  # of a kill before the first step
@@ -59,39 +56,27 @@ class Kill:
     records_lost: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Kills and resumes, prints the table and writes ``kills.md`` and ``.json``; 0 when every account balanced.
-
-    Raises:
-        UserError: an option is out of range, a package is missing, or the output directory cannot be used.
-        ChildFailed: the run did not go on after a kill.
-        KeyboardInterrupt: a signal asked for the end.
-    """
-    options = _parse(argv)
-    server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
-    directory = claim_directory(options.output, keep=options.keep)
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Kills and resumes; 0 when every account balanced. Raises ChildFailed when the run did not go on after a kill."""
     started, kills = time.monotonic(), []
-    with FaultBench(options.server, directory) as bench:
-        run = _Run(bench, directory, random.Random(options.seed))
+    with FaultBench(ServerKind(options.server), directory) as bench:
+        killed = _Run(bench, directory, random.Random(options.seed))
         for number in range(options.points):
-            kills.append(run.kill(number))
-            print(f"[bench] {line_of(kills[-1])}", flush=True)
-        last = run.finish()
+            kills.append(killed.kill(number))
+            say(line_of(kills[-1]))
+        last = killed.finish()
         left = bench.end()
     facts = {
-        "server": str(options.server),
+        "server": options.server,
         "seed": options.seed,
         "seconds": time.monotonic() - started,
         "left_at_the_end": left,
         "kills": [asdict(kill) for kill in kills],
         "account": asdict(last),
     }
-    (directory / "kills.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    table = _markdown(kills, last)
-    (directory / "kills.md").write_text(table, encoding="utf-8")
-    print(table)
+    publish(directory, "kills", facts, kill_table(kills), *rank_notes(last))
     is_sound = last.is_balanced and not left and not any(is_bad(kill) for kill in kills)
-    print(f"[bench] took {facts['seconds']:.0f} s; {left} things left; {directory / 'kills.json'}")
+    say(f"took {facts['seconds']:.0f} s; {left} things left")
     return 0 if is_sound else _FAILED
 
 
@@ -101,7 +86,7 @@ class _Run:
     def __init__(self, bench: FaultBench, directory: Path, rng: random.Random) -> None:
         self._bench = bench
         self._directory = directory / "job"
-        self._rows = row_data.write_rows(directory)
+        self._rows = write_rows(directory)
         self._rng = rng
         bench.ready_server()
 
@@ -137,7 +122,7 @@ class _Run:
             num_steps=job.num_steps - begun,
             seconds_to_end=seconds,
             num_void=sum(rank.num_void for rank in account.ranks) if account else 0,
-            broken_rules=_broken(account) if account else (),
+            broken_rules=broken_rules(account) if account else (),
             records_lost=sum(rank.num_records_lost for rank in account.ranks) if account else 0,
         )
 
@@ -181,11 +166,6 @@ def newest_whole_checkpoint(run_dir: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def _broken(account: RunAccount) -> tuple[str, ...]:
-    parts = (account.violations, *(rank.violations for rank in account.ranks))
-    return tuple(broken.rule for part in parts for broken in part)
-
-
 def is_bad(kill: Kill) -> bool:
     return kill.seconds_to_end is None or bool(kill.broken_rules) or bool(kill.records_lost)
 
@@ -198,42 +178,37 @@ def line_of(kill: Kill) -> str:
     return f"kill {kill.number}: {kill.victim}, {kill.num_steps} steps after {came_from}, {end}; {found}"
 
 
-def _markdown(kills: Sequence[Kill], last: RunAccount) -> str:
-    lines = [
-        "| kill -9 of | times | in the start | hangs | rules broken | records lost | until gone, s: median (max) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def kill_table(kills: Sequence[Kill]) -> ResultTable:
+    """One row per victim."""
+    rows = []
     for victim, times in sorted(Counter(kill.victim for kill in kills).items()):
         mine = [kill for kill in kills if kill.victim == victim]
         ends = [kill.seconds_to_end for kill in mine if kill.seconds_to_end is not None] or [0.0]
-        lines.append(
-            f"| {victim} | {times} | {sum(kill.num_steps == 0 for kill in mine)} | "
-            f"{sum(kill.seconds_to_end is None for kill in mine)} | {sum(len(kill.broken_rules) for kill in mine)} | "
-            f"{sum(kill.records_lost for kill in mine)} | {statistics.median(ends):.1f} ({max(ends):.1f}) |"
+        numbers = (
+            times,
+            sum(kill.num_steps == 0 for kill in mine),
+            sum(kill.seconds_to_end is None for kill in mine),
+            sum(len(kill.broken_rules) for kill in mine),
+            sum(kill.records_lost for kill in mine),
         )
-    for rank in last.ranks:
-        lines.append(
-            f"\nRank {rank.rank} at the end: {rank.drawn} drawn = {rank.trained} trained + "
-            f"{sum(rank.quarantined.values())} quarantined + {sum(rank.in_hand.values())} in hand; {rank.num_resumes} "
-            f"resumes in the effective history, {rank.num_void} samples trained in steps that did not survive; "
-            f"{len(rank.violations)} rules broken."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bench_parser(
-        "kills",
-        "Kill a two-rank run at random points, resume it each time, and replay its ledgers. Takes roughly 25 minutes "
-        "on two busy cores with the transformers server, more with the others. Exit status 0: every account balanced, "
-        "nothing hung, nothing was left.",
+        rows.append((victim, *map(str, numbers), f"{statistics.median(ends):.1f} ({max(ends):.1f})"))
+    columns = (
+        "times",
+        "in the start",
+        "hangs",
+        "rules broken",
+        "records lost",
+        "until gone, s: median (max)",
     )
-    parser.add_argument("--points", type=int, default=_POINTS, help="kills, at least 1 (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of points and victims (default %(default)s)")
-    options = parser.parse_args(argv)
-    refuse_below("points", options.points, 1, _POINTS)
-    return options
+    return ResultTable("", ("kill -9 of", *columns), rows)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def rank_notes(last: RunAccount) -> list[str]:
+    """What every rank's ledger comes to at the end."""
+    return [
+        f"Rank {rank.rank} at the end: {rank.drawn} drawn = {rank.trained} trained + "
+        f"{sum(rank.quarantined.values())} quarantined + {sum(rank.in_hand.values())} in hand; {rank.num_resumes} "
+        f"resumes in the effective history, {rank.num_void} samples trained in steps that did not survive; "
+        f"{len(rank.violations)} rules broken."
+        for rank in last.ranks
+    ]

@@ -3,78 +3,116 @@
 Learner and server run on disjoint cores where there are two, as they run on disjoint devices in earnest: else the
 steps would get faster while nobody generates beside them. With a stand-in that computes nothing the learner has all
 cores, and with fewer ranks than cores its pipelines have one of their own. Each cycle is: steps with the server,
-kill -9, steps without it, a new server, a proven round, steps with it.
+kill -9, steps without it, a new server, a proven round, steps with it. Only steps without a sync round in them are
+compared: there is none while no server answers. Steps of one phase are not quite independent of each other, so that the
+intervals are somewhat too narrow.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.faults import row_data
-from benchmarks.faults.accounting import count_samples, gaps
-from benchmarks.faults.bench_options import bench_parser, refuse_below
-from benchmarks.faults.outage_phases import OutageReport, Phase, Ratio, compare_phases
-from benchmarks.faults.run import FaultBench
+from benchmarks.estimates import Ratio, ratio_of_medians
+from benchmarks.faults import bench as fault_bench
+from benchmarks.faults.accounting import Gap, count_samples, gaps
+from benchmarks.faults.bench import FaultBench, write_rows
 from benchmarks.faults.scene import Scene
-from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
-from benchmarks.servers import server_arguments
-from benchmarks.stand_in_job import stand_in_arguments
+from benchmarks.faults.training_job import JobSettings, TrainingJob
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
-from swift_stage2.demo.demo_config import STAGE1, free_ports
-from swift_stage2.errors import UserError
+from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1
-_STEPS = 200
-_FEWEST_STEPS = 10  # that a median can be told of
-_B_RATIO = 0.25
 _SETTLING_STEPS = 10  # after the start, a kill or a proof, before steps are compared
 _SLOWEST_STEP_S = 10.0
 _LONGEST_WAIT_S = 1.0
 _NUM_PHASES = 3
-_LONGEST_LATENCY_S = 10.0
+_FEWEST_STEPS = 2  # of a phase, to be compared
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cycles, prints the table and writes ``outage.md`` and ``.json``.
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a run by the audit's clock, Unix seconds: steps that begin and end inside it belong to it."""
+
+    start: float
+    end: float
+
+    def a_seconds(self, gaps: Sequence[Gap]) -> list[float]:
+        """Seconds of its channel-A steps without a round."""
+        return [
+            gap.seconds
+            for gap in gaps
+            if gap.channel == "A"
+            and gap.syncing_s == 0
+            and self.start <= gap.start
+            and gap.start + gap.seconds <= self.end
+        ]
+
+    def b_steps(self, gaps: Sequence[Gap]) -> int:
+        """How many of its steps trained channel B."""
+        return sum(gap.channel == "B" and self.start <= gap.start < self.end for gap in gaps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutageReport:
+    """One outage."""
+
+    num_before: int
+    num_during: int
+    num_after: int
+    median_before_s: float
+    during: Ratio
+    """Median A-step while no server answers, over the one before."""
+    after: Ratio
+    """Median A-step once B runs again, over the one before."""
+    during_to_both: Ratio
+    """Over the one before and after together: a machine that drifts slowly drops out."""
+    longest_wait_s: float
+    """Of the main thread in one step of the outage, rounds apart, beyond the median before."""
+    b_steps: tuple[int, int, int]
+    """Before, during, after."""
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises UserError when what the server needs is not installed."""
+    if options.stand_in_latency_s is None:
+        fault_bench.check(options)
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Runs the cycles.
 
     Returns 0 when the account balances, nothing is left, no step of an outage waited a second longer than before it,
     and channel B ran again after every outage. How much slower a step was is printed and left to who reads it.
 
     Raises:
-        UserError: an option is out of range, a package is missing, or the output directory cannot be used.
         ChildFailed: the run did not go on, or B did not come back.
-        KeyboardInterrupt: a signal asked for the end.
     """
-    options = _parse(argv)
     stand_in = options.stand_in_latency_s is not None
-    if not stand_in:
-        server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
-    directory = claim_directory(options.output, keep=options.keep)
     started = time.monotonic()
-    rows = row_data.write_rows(directory)
+    rows = write_rows(directory)
     program = partial(stand_in_arguments, rows, options.stand_in_latency_s) if stand_in else None
     # A stand-in needs no core to itself, and a pipeline one beside its rank's.
     every_core = set(os.sched_getaffinity(0))
     learner_cores, server_cores = (every_core, every_core) if stand_in else split_cores()
-    with FaultBench(options.server, directory, program) as bench, started_on(server_cores):
+    kind = ServerKind(options.server)
+    with FaultBench(kind, directory, program) as bench, started_on(server_cores):
         reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
         left = bench.end()
     samples = count_samples(account)
     facts = {
-        "server": "stand-in" if stand_in else str(options.server),
+        "server": "stand-in" if stand_in else options.server,
         "stand_in_latency_s": options.stand_in_latency_s,
         "steps": options.steps,
         "ranks": options.ranks,
@@ -87,14 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "samples": asdict(samples),
         "outages": [asdict(report) for report in reports],
     }
-    (directory / "outage.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    table = markdown(reports)
-    (directory / "outage.md").write_text(table, encoding="utf-8")
-    print(table)
-    print(
-        f"[bench] {samples.drawn} drawn = {samples.trained} trained + {samples.quarantined} quarantined + "
+    publish(directory, "outage", facts, outage_table(reports))
+    say(
+        f"{samples.drawn} drawn = {samples.trained} trained + {samples.quarantined} quarantined + "
         f"{samples.in_hand} in hand; {len(samples.broken_rules)} rules broken; {left} things left; "
-        f"took {facts['seconds']:.0f} s; {directory / 'outage.json'}"
+        f"took {facts['seconds']:.0f} s"
     )
     is_sound = account.is_balanced and not left and exit_status == 0 and not any(map(is_bad, reports))
     return 0 if is_sound else _FAILED
@@ -129,7 +164,7 @@ def _run(
             scene.mark_healed()
             scene.wait_until_healed()
             phases.append(_train(job, options.steps))
-            print(f"[bench] outage {cycle} of {options.cycles} is over", flush=True)
+            say(f"outage {cycle} of {options.cycles} is over")
         status = job.stop()
     every = gaps(job.of_kind("step"))
     reports = [compare_phases(every, *phases[2 * n : 2 * n + _NUM_PHASES]) for n in range(options.cycles)]
@@ -155,73 +190,61 @@ def is_bad(report: OutageReport) -> bool:
     return report.longest_wait_s > _LONGEST_WAIT_S or report.b_steps[-1] == 0
 
 
-def markdown(reports: Sequence[OutageReport]) -> str:
-    """The table: one line per outage, and their medians."""
-    lines = [
-        "| outage | A-steps before, during, after | median before, s | during / before | after / before | "
-        "during / both | longest wait, s | B steps before, during, after |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, report in enumerate(reports):
-        lines.append(
-            f"| {number} | {report.num_before}, {report.num_during}, {report.num_after} | "
-            f"{report.median_before_s:.4f} | {_words(report.during)} | {_words(report.after)} | "
-            f"{_words(report.during_to_both)} | {report.longest_wait_s:.3f} | "
-            f"{', '.join(map(str, report.b_steps))} |"
+def compare_phases(gaps: Sequence[Gap], before: Phase, during: Phase, after: Phase) -> OutageReport:
+    """``gaps`` are one rank's.
+
+    Raises:
+        ValueError: a phase has fewer than two steps to compare.
+    """
+    seconds = [phase.a_seconds(gaps) for phase in (before, during, after)]
+    if min(map(len, seconds)) < _FEWEST_STEPS:
+        raise ValueError(
+            f"every phase needs at least {_FEWEST_STEPS} channel-A steps, got {[len(each) for each in seconds]}"
         )
-    medians = [
-        statistics.median(ratio.value for ratio in ratios)
+    first, second, third = seconds
+    usual_wait_s = statistics.median(
+        gap.waiting_s for gap in gaps if before.start <= gap.start < before.end and gap.channel == "A"
+    )
+    waits = [gap.waiting_s - usual_wait_s for gap in gaps if during.start <= gap.start < during.end]
+    return OutageReport(
+        num_before=len(first),
+        num_during=len(second),
+        num_after=len(third),
+        median_before_s=statistics.median(first),
+        during=ratio_of_medians(second, first),
+        after=ratio_of_medians(third, first),
+        during_to_both=ratio_of_medians(second, [*first, *third]),
+        longest_wait_s=max(waits),
+        b_steps=(before.b_steps(gaps), during.b_steps(gaps), after.b_steps(gaps)),
+    )
+
+
+def outage_table(reports: Sequence[OutageReport]) -> ResultTable:
+    """One row per outage, and their medians."""
+    rows = [
+        (
+            str(number),
+            f"{report.num_before}, {report.num_during}, {report.num_after}",
+            f"{report.median_before_s:.4f}",
+            *(ratio.words() for ratio in (report.during, report.after, report.during_to_both)),
+            f"{report.longest_wait_s:.3f}",
+            ", ".join(map(str, report.b_steps)),
+        )
+        for number, report in enumerate(reports)
+    ]
+    medians = (
+        f"{statistics.median(ratio.value for ratio in ratios):.3f}"
         for ratios in zip(*((r.during, r.after, r.during_to_both) for r in reports), strict=True)
-    ]
-    lines.append(f"| median | | | {medians[0]:.3f} | {medians[1]:.3f} | {medians[2]:.3f} | | |")
-    return "\n".join(lines) + "\n"
-
-
-def _words(ratio: Ratio) -> str:
-    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bench_parser(
-        "outage",
-        "Take the only server away for many steps and compare channel A's steps. Takes roughly 10 minutes on two cores "
-        "with the transformers server, more with the others. Exit status 0: the account balances, nothing is left, no "
-        "step waited a second longer than before an outage, and channel B ran again after each.",
     )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=_STEPS,
-        help="channel-A steps per phase, at least 10 (default %(default)s)",
+    columns = ("during / before", "after / before", "during / both", "longest wait, s")
+    return ResultTable(
+        "",
+        (
+            "outage",
+            "A-steps before, during, after",
+            "median before, s",
+            *columns,
+            "B steps before, during, after",
+        ),
+        [*rows, ("median", "", "", *medians, "", "")],
     )
-    parser.add_argument("--cycles", type=int, default=3, help="outages, at least 1 (default %(default)s)")
-    parser.add_argument(
-        "--b-ratio",
-        type=float,
-        default=_B_RATIO,
-        help="share of channel B, above 0 and below 1; its pipeline's own work shares the learner's cores "
-        "(default %(default)s)",
-    )
-    parser.add_argument("--ranks", type=int, default=NUM_RANKS, help="of the learner (default %(default)s)")
-    parser.add_argument(
-        "--stand-in-latency-s",
-        type=float,
-        metavar="S",
-        help="in place of --server one that computes nothing and waits about so long: where cores are few, a server "
-        "that computes slows the learner, and steps get faster when it dies",
-    )
-    options = parser.parse_args(argv)
-    if (latency_s := options.stand_in_latency_s) is not None and not 0 < latency_s <= _LONGEST_LATENCY_S:
-        raise UserError(
-            f"--stand-in-latency-s must be above 0 and at most {_LONGEST_LATENCY_S:g}, got {latency_s}; write 0.5"
-        )
-    if not 0 < options.b_ratio < 1:
-        raise UserError(f"--b-ratio must be above 0 and below 1, got {options.b_ratio}; write {_B_RATIO}")
-    refuse_below("ranks", options.ranks, 1, NUM_RANKS)
-    refuse_below("steps", options.steps, _FEWEST_STEPS, _STEPS)
-    refuse_below("cycles", options.cycles, 1, 1)
-    return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.faults.faulty_transport import PushFault
+from benchmarks.faults.commit import INSTALL, INSTALL_SEEN, PUSH, PUSH_HELD, PUSH_RELEASED, PushFault
 from benchmarks.faults.proxy import ReplyFault
 from benchmarks.faults.scene import START_S, Scene
 from benchmarks.faults.server import engine_processes
-from benchmarks.faults.switches import INSTALL, INSTALL_SEEN, PUSH, PUSH_HELD, PUSH_RELEASED
 from benchmarks.faults.training_job import JobSettings
 from benchmarks.servers import ServerKind
 from swift_stage2.rollout_server.engine import InstallFault

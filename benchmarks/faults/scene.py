@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.faults.accounting import Moments, first_notice
+from benchmarks.faults.commit import Switches
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.faults.server import TestedServer
-from benchmarks.faults.switches import Switches
 from benchmarks.faults.training_job import TrainingJob, after
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.errors import ChildFailed

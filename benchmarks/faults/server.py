@@ -1,6 +1,8 @@
 """The rollout server that a row breaks: started, killed in part or as a whole, and started again on its port.
 
-A thin use of the launcher's process trees, so that nothing outlives the bench. Called by the rows.
+A thin use of the launcher's process trees, so that nothing outlives the bench; and what a tree held that can outlive
+it: processes, listening ports, named shared memory. That is attributed to a tree by what its processes have mapped,
+because other programs on the machine make segments of the same names.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 
-from benchmarks.faults import leftovers
-from benchmarks.faults.switches import VARIABLE, Switches
+from benchmarks.faults.commit import VARIABLE, Switches
 from benchmarks.servers import ServerKind, server_arguments, server_environment
 from swift_stage2 import rollout_protocol as protocol
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, held_ports
@@ -33,6 +35,7 @@ _KILL_DEADLINE_S = 20.0
 _QUIET_DEADLINE_S = 150.0  # the system keeps connections for a minute after they closed
 _ASK_TIMEOUT_S = 2.0
 _ASK_EVERY_S = 0.5
+_POLL_S = 0.1
 _HOST = "127.0.0.1"
 _MAX_BATCH_SIZE = 32
 _LOWEST_PORT = 20000
@@ -145,7 +148,7 @@ class TestedServer:
     def processes(self) -> list[psutil.Process]:
         """Everything of it that runs."""
         # The first is the warden, which is the bench's own.
-        return leftovers.tree_of(self._tree.pid)[1:] if self._tree else []
+        return tree_of(self._tree.pid)[1:] if self._tree else []
 
     def watch(self) -> None:
         """Notes what the server holds now that can outlive it."""
@@ -156,7 +159,7 @@ class TestedServer:
         """SIGKILL to everything of it at once; returns when it has gone."""
         self.watch()
         tree = self._require_tree()
-        left = leftovers.kill_all(lambda: self.processes, _KILL_DEADLINE_S)
+        left = kill_all(lambda: self.processes, _KILL_DEADLINE_S)
         if left:
             raise ChildFailed(f"processes that SIGKILL did not end: {[process.pid for process in left]}")
         self._wait_for_warden(tree)
@@ -184,15 +187,15 @@ class TestedServer:
         self._tree.ask_to_end()
         self._wait_for_warden(self._tree)
 
-    def what_is_left(self, patience_s: float = 10.0) -> leftovers.Leftovers:
+    def what_is_left(self, patience_s: float = 10.0) -> Leftovers:
         """Of a server that was ended: what it left behind."""
-        return leftovers.look(self._seen, (self.port,), self.shared_memory, patience_s)
+        return look(self._seen, (self.port,), self.shared_memory, patience_s)
 
-    def what_the_killed_left(self, patience_s: float = 10.0) -> leftovers.Leftovers:
+    def what_the_killed_left(self, patience_s: float = 10.0) -> Leftovers:
         """Of servers that were killed since the last call. Their port is their successor's now."""
         processes, shared_memory = self._killed, self._killed_shared_memory
         self._killed, self._killed_shared_memory = [], set()
-        return leftovers.look(processes, (), shared_memory, patience_s)
+        return look(processes, (), shared_memory, patience_s)
 
     def _wait_for_quiet_port(self) -> None:
         end = time.monotonic() + _QUIET_DEADLINE_S
@@ -230,3 +233,69 @@ def _command_line(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.NoSuchProcess:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What was still there when everything should have gone; names only."""
+
+    processes: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    shared_memory: tuple[str, ...] = ()
+
+    @property
+    def num(self) -> int:
+        """All of it."""
+        return len(self.processes) + len(self.ports) + len(self.shared_memory)
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and everything below it; empty when it has gone."""
+    try:
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def look(
+    processes: Sequence[psutil.Process], ports: Sequence[int], shared_memory: Iterable[str], patience_s: float
+) -> Leftovers:
+    """Waits up to ``patience_s`` until nothing is left, and says what is."""
+    end = time.monotonic() + patience_s
+    while True:
+        left = Leftovers(
+            tuple(_name(process) for process in processes if _is_alive(process)),
+            tuple(held_ports(tuple(ports))),
+            tuple(sorted(name for name in shared_memory if Path(name).exists())),
+        )
+        if left.num == 0 or time.monotonic() >= end:
+            return left
+        time.sleep(_POLL_S)
+
+
+def kill_all(find: Callable[[], list[psutil.Process]], deadline_s: float) -> list[psutil.Process]:
+    """SIGKILL to whatever ``find`` names until it names nothing; returns what did not end in time."""
+    end = time.monotonic() + deadline_s
+    while (alive := find()) and time.monotonic() < end:
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=0.5)
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return "?"

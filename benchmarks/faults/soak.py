@@ -7,8 +7,6 @@ threads and file descriptors of both ranks are looked at every few steps.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,32 +14,31 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults import row_data
-from benchmarks.faults.bench_options import bench_parser
-from benchmarks.faults.proxy import FaultProxy
-from benchmarks.faults.run import FaultBench
+from benchmarks.faults.bench import FaultBench, check, write_rows
+from benchmarks.faults.commit import SLOW_DISK, stopped
+from benchmarks.faults.proxy import FaultProxy, ReplyFault
 from benchmarks.faults.scene import START_S, Scene
 from benchmarks.faults.server import TestedServer
-from benchmarks.faults.soak_commit import commit
-from benchmarks.faults.soak_plan import FEWEST_STEPS, PlannedFault, plan_faults
+from benchmarks.faults.soak_plan import FaultKind, PlannedFault, plan_faults
 from benchmarks.faults.soak_report import (
     CommittedFault,
     RankSample,
     SoakReport,
     kind_reports,
-    markdown,
     num_lost,
     num_trained_twice,
+    parts_of,
     trends_of,
 )
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob, Victim
-from benchmarks.servers import ServerKind, server_arguments
-from swift_stage2.demo.demo_config import STAGE1, free_ports
+from benchmarks.results import publish, say
+from benchmarks.servers import ServerKind
+from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.output_directory import claim_directory
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 
+__all__ = ["check", "run"]
 _FAILED = 1
 _SAMPLE_EVERY_STEPS = 10
 _LONGEST_STEP_S = 10.0  # on average, while the soak waits for a step
@@ -52,32 +49,26 @@ _KILL_ROOM_STEPS = {
     ServerKind.VLLM: 300,  # it loads for minutes beside two ranks on two cores
     ServerKind.STOCK: 300,
 }
+_REPLY_FAULTS = {
+    FaultKind.LATE_REPLIES: ReplyFault.DELAY,
+    FaultKind.HTTP_500: ReplyFault.HTTP_500,
+    FaultKind.CUT_REPLY: ReplyFault.CUT,
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Soaks, prints both tables and writes ``soak.md`` and ``.json``; 0 when nothing was lost and nothing rises.
-
-    Raises:
-        UserError: an option is out of range, a package is missing, or the output directory cannot be used.
-        ChildFailed: the server did not answer at the start.
-        KeyboardInterrupt: a signal asked for the end.
-    """
-    options = _parse(argv)
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Soaks; 0 when nothing was lost and nothing rises. Raises ChildFailed when the server did not answer at first."""
+    kind = ServerKind(options.server)
     faults = plan_faults(
-        options.seed,
-        options.steps,
-        num_ranks=NUM_RANKS,
-        kill_room_steps=_KILL_ROOM_STEPS[options.server],
+        options.seed, options.steps, num_ranks=NUM_RANKS, kill_room_steps=_KILL_ROOM_STEPS[kind]
     )
-    server_arguments(options.server, STAGE1, 0, 1)  # refuses a server that is not installed
-    directory = claim_directory(options.output, keep=options.keep)
     started = time.monotonic()
-    with FaultBench(options.server, directory) as bench, _Soak(bench, directory, options.steps) as soak:
+    with FaultBench(kind, directory) as bench, _Soak(bench, directory, options.steps) as soak:
         soak.run(faults)
         report = soak.report(len(faults))
     problems = report.problems(options.steps)
     facts = {
-        "server": str(options.server),
+        "server": options.server,
         "seed": options.seed,
         "seconds": time.monotonic() - started,
         "problems": problems,
@@ -86,13 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "samples": [asdict(sample) for sample in soak.samples],
         **asdict(report),
     }
-    (directory / "soak.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    table = markdown(report)
-    (directory / "soak.md").write_text(table, encoding="utf-8")
-    print(table)
+    publish(directory, "soak", facts, *parts_of(report))
     for problem in problems:
-        _say(problem)
-    _say(f"took {facts['seconds']:.0f} s; {directory / 'soak.json'}")
+        say(problem)
+    say(f"took {facts['seconds']:.0f} s")
     return _FAILED if problems else 0
 
 
@@ -116,7 +104,7 @@ class _Soak:
         self._job: TrainingJob = bench.start_job(
             "soak",
             directory / "job",
-            row_data.write_rows(directory),
+            write_rows(directory),
             (self._proxy.port, group_port),
             JobSettings(swift=swift),
         )
@@ -139,7 +127,7 @@ class _Soak:
             for number, fault in enumerate(faults, 1):
                 self._wait_for_step(fault.step)
                 self._suffer(fault)
-                _say(f"{number} of {len(faults)}: {fault.kind} at step {self.committed[-1].step}, healed")
+                say(f"{number} of {len(faults)}: {fault.kind} at step {self.committed[-1].step}, healed")
             left_s = (self._num_steps - self._job.num_steps) * _LONGEST_STEP_S
             self._exit_status = self._job.wait_until_it_ends(left_s + _END_DEADLINE_S)
         except ChildFailed as error:
@@ -212,27 +200,33 @@ def _sample_of(rank: int, step: int, process: psutil.Process) -> RankSample:
     )
 
 
-def _say(text: str) -> None:
-    print(f"[bench] {text}", flush=True)
+def commit(fault: PlannedFault, scene: Scene) -> None:
+    """Returns once nothing stands in the way of a proof any more.
 
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bench_parser(
-        "soak",
-        "Train for long on two ranks under random faults: what is lost, and what grows? Takes roughly 15 minutes on "
-        "two cores with the transformers server, more with the others. Exit status 0: nothing was lost, trained twice "
-        "or left behind, and nothing rises.",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=2000,
-        help=f"optimizer steps, at least {FEWEST_STEPS}; fewer than 500 behind the first fifth show no trend "
-        "(default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the faults (default %(default)s)")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        ChildFailed: the learner ended, or what the fault waits for did not come.
+    """
+    scene.mark_fault()
+    match fault.kind:
+        case FaultKind.KILL_SERVER:
+            scene.kill_server()
+            scene.job.wait_for_steps(fault.count)
+            scene.start_server()
+        case FaultKind.LATE_REPLIES | FaultKind.HTTP_500 | FaultKind.CUT_REPLY:
+            goal = len(scene.proxy.committed) + fault.count
+            for _ in range(fault.count):
+                scene.proxy.commit_next(_REPLY_FAULTS[fault.kind], delay_s=fault.seconds)
+            scene.wait_for(lambda: len(scene.proxy.committed) >= goal, f"{fault.count} replies are disturbed")
+        case FaultKind.SLOW_DISK:
+            scene.switches.set(SLOW_DISK, str(fault.seconds))
+            try:
+                scene.job.wait_for_steps(fault.count)
+            finally:
+                scene.switches.clear(SLOW_DISK)
+        case FaultKind.STOP_RANK:
+            with stopped(scene.job.processes_of((Victim.RANK_0, Victim.RANK_1)[fault.rank])):
+                scene.job.wait_s(fault.seconds)
+        case FaultKind.STOP_SERVER:
+            with stopped(scene.server.processes):
+                scene.job.wait_s(fault.seconds)
+    scene.mark_healed()

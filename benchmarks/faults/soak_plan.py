@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from benchmarks.faults.slow_disk import LONGEST_WRITE_S
+from benchmarks.faults.commit import LONGEST_WRITE_S
 from swift_stage2.errors import UserError
 
 NUM_WARM_STEPS = 16

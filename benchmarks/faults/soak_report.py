@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from benchmarks.estimates import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
 from benchmarks.faults.accounting import (
     FaultReport,
     Gap,
@@ -22,7 +22,7 @@ from benchmarks.faults.accounting import (
     report,
 )
 from benchmarks.faults.soak_plan import FaultKind
-from benchmarks.faults.soak_trend import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
+from benchmarks.results import ResultTable
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import RunAccount
@@ -237,56 +237,51 @@ def num_lost(account: RunAccount) -> int:
     )
 
 
-def markdown(soak: SoakReport) -> str:
-    """Both tables and what the ledgers come to."""
-    lines = [
-        "| fault | times | hangs | longest pause of channel A, s | longest step of A or B, s | POSTs that failed | "
-        "steps to proof: median (max) | rollouts of an unproven server |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [_kind_line(each) for each in soak.kinds]
-    lines.append("")
-    if soak.account:
-        lines += [
-            f"Rank {rank.rank}: {rank.drawn} drawn = {rank.trained} trained + {_sum(rank.quarantined)} quarantined + "
-            f"{_sum(rank.in_hand)} in hand; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
-            "lost.\n"
-            for rank in soak.account.ranks
-        ]
-    lines += [
-        f"Samples lost: {soak.lost}. Samples trained twice: {soak.trained_twice}. Things left: {soak.left}.",
+def parts_of(soak: SoakReport) -> list[ResultTable | str]:
+    """Both tables, and between them what the ledgers come to."""
+    ranks = soak.account.ranks if soak.account else ()
+    kinds = ResultTable(
         "",
-        "| rank | quantity | values | median | drift over 2,000 steps (95 %) | tolerated | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        (
+            *("fault", "times", "hangs", "longest pause of channel A, s", "longest step of A or B, s"),
+            *("POSTs that failed", "steps to proof: median (max)", "rollouts of an unproven server"),
+        ),
+        [_kind_cells(each) for each in soak.kinds],
+    )
+    trends = ResultTable(
+        "",
+        ("rank", "quantity", "values", "median", "drift over 2,000 steps (95 %)", "tolerated", "verdict"),
+        [
+            (rank, quantity, *_trend_cells(each))
+            for rank, of in soak.trends.items()
+            for quantity, each in of.items()
+        ],
+    )
+    notes = [
+        f"Rank {rank.rank}: {rank.drawn} drawn = {rank.trained} trained + {sum(rank.quarantined.values())} quarantined "
+        f"+ {sum(rank.in_hand.values())} in hand; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
+        "lost."
+        for rank in ranks
     ]
-    lines += [
-        _trend_line(rank, quantity, each) for rank, of in soak.trends.items() for quantity, each in of.items()
-    ]
-    return "\n".join(lines) + "\n"
+    ends = (
+        f"Samples lost: {soak.lost}. Samples trained twice: {soak.trained_twice}. Things left: {soak.left}."
+    )
+    return [kinds, *notes, ends, trends]
 
 
-def _kind_line(kind: KindReport) -> str:
+def _kind_cells(kind: KindReport) -> tuple[str, ...]:
     failed = ", ".join(f"{number} {end}" for end, number in kind.failed_posts.items()) or "0"
     proofs = kind.steps_to_proof
     proof = f"{statistics.median(proofs):g} ({max(proofs)})" if proofs else "–"
-    return (
-        f"| {kind.kind} | {kind.times} | {kind.hangs} | {kind.longest_wait_s:.2f} | {kind.longest_step_s:.2f} | "
-        f"{failed} | {proof} | {kind.unproven_rollouts} |"
-    )
+    waits = f"{kind.longest_wait_s:.2f}", f"{kind.longest_step_s:.2f}"
+    return kind.kind, str(kind.times), str(kind.hangs), *waits, failed, proof, str(kind.unproven_rollouts)
 
 
-def _trend_line(rank: str, quantity: Quantity, each: Trend | None) -> str:
+def _trend_cells(each: Trend | None) -> tuple[str, ...]:
     if each is None:
-        return f"| {rank} | {quantity} | too few | | | | |"
+        return ("too few", *[""] * 4)
     drift = f"{each.drift:+.3g} ({each.low:+.3g}..{each.high:+.3g})"
-    return (
-        f"| {rank} | {quantity} | {each.num_values} | {each.median:.4g} | {drift} | {each.tolerated:.3g} | "
-        f"{each.verdict} |"
-    )
-
-
-def _sum(counts: Mapping[str, Any]) -> int:
-    return sum(counts.values())
+    return str(each.num_values), f"{each.median:.4g}", drift, f"{each.tolerated:.3g}", each.verdict
 
 
 def _steps(records: Sequence[Record]) -> list[Record]:

@@ -18,8 +18,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.faults import leftovers
-from benchmarks.faults.switches import VARIABLE, Switches
+from benchmarks.clocks import PLUGINS
+from benchmarks.faults.commit import VARIABLE, Switches
+from benchmarks.faults.server import Leftovers, kill_all, look, tree_of
 from swift_stage2.config import Proof, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
@@ -35,7 +36,6 @@ from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.run_progress import AuditTail
 
 NUM_RANKS = 2
-_PLUGIN = Path(__file__).parent / "learner_plugin.py"
 _STEPS_THAT_NO_ROW_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
@@ -130,7 +130,7 @@ class TrainingJob:
             records.extend(tail.read())
         if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
             self._watched_at = time.monotonic()
-            self._seen = leftovers.tree_of(self._tree.pid)[1:] or self._seen
+            self._seen = tree_of(self._tree.pid)[1:] or self._seen
             self.shared_memory |= mapped_by(self._seen)
         self.watch()
 
@@ -205,7 +205,7 @@ class TrainingJob:
     def end(self) -> None:
         """Whatever it takes to be rid of it."""
         if self._tree.poll() is None:
-            leftovers.kill_all(lambda: leftovers.tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
+            kill_all(lambda: tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
             self._tree.ask_to_end()
             end = time.monotonic() + _STOP_DEADLINE_S
             while self._tree.poll() is None and time.monotonic() < end:
@@ -213,7 +213,7 @@ class TrainingJob:
 
     def processes_of(self, victim: Victim) -> list[psutil.Process]:
         """Those that run now; ranks in order."""
-        below = leftovers.tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
+        below = tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
         ranks = sorted(
             (process for process in below if _is_rank(process, self._config_path)),
             key=lambda p: p.create_time(),
@@ -228,9 +228,9 @@ class TrainingJob:
             case Victim.JOB:
                 return below
 
-    def what_is_left(self) -> leftovers.Leftovers:
+    def what_is_left(self) -> Leftovers:
         """Of a job that has ended: what it left behind."""
-        return leftovers.look(self._seen, (self.group_port,), self.shared_memory, patience_s=10.0)
+        return look(self._seen, (self.group_port,), self.shared_memory, patience_s=10.0)
 
     def account(self) -> RunAccount:
         """What the ledgers of all ranks come to.
@@ -266,7 +266,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         num_steps=_STEPS_THAT_NO_ROW_REACHES,
         b_ratio=settings.b_ratio,
         num_ranks=settings.num_ranks,
-        plugins=(_PLUGIN,),
+        plugins=(PLUGINS / "faults.py",),
         swift=swift,
     )
     config = config_of(job, ports)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from PIL import Image
 
-from benchmarks.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case, placed
-from benchmarks.wrong_inputs.scene import Scene
+from benchmarks.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case, Scene, Spoil, holding, placed
 from swift_stage2.demo.grounding_dataset import ROWS_FILE
 
 _BAD = 3
@@ -18,10 +18,12 @@ _ORIENTATION = 0x0112
 _WHERE = f"{ROWS_FILE}:{_BAD + 1}"
 _CLAIM = "every line and picture is readable"
 
+_OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+
 Row = dict[str, Any]
 
 
-def _lines(change: Callable[[list[str]], None]) -> Callable[[Scene], object]:
+def _lines(change: Callable[[list[str]], None]) -> Spoil:
     def spoil(scene: Scene) -> None:
         lines = [json.dumps(row) for row in scene.rows]
         change(lines)
@@ -30,31 +32,35 @@ def _lines(change: Callable[[list[str]], None]) -> Callable[[Scene], object]:
     return spoil
 
 
-def _line(content: str) -> Callable[[Scene], object]:
+def _line(content: str) -> Spoil:
     return _lines(lambda lines: lines.__setitem__(_BAD, content))
 
 
-def _row(change: Callable[[Row], object]) -> Callable[[Scene], object]:
+def _row(change: Callable[[Row], object]) -> Spoil:
     return lambda scene: change(scene.rows[_BAD])
 
 
-def _set(key: str, value: Any) -> Callable[[Scene], object]:
+def _set(key: str, value: Any) -> Spoil:
     return _row(lambda row: row.__setitem__(key, value))
 
 
-def _answer(text: str) -> Callable[[Scene], object]:
+def _answer(text: str) -> Spoil:
     return _row(lambda row: row["messages"][-1].__setitem__("content", text))
 
 
-def _box(*box: Any) -> Callable[[Scene], object]:
+def _changed(change: Callable[[str], str]) -> Spoil:
+    return _row(lambda row: row["messages"][-1].update(content=change(row["messages"][-1]["content"])))
+
+
+def _box(*box: Any) -> Spoil:
     return _row(lambda row: row["objects"]["bbox"].__setitem__(0, list(box)))
 
 
-def _label(label: Any) -> Callable[[Scene], object]:
+def _label(label: Any) -> Spoil:
     return _row(lambda row: row["objects"]["ref"].__setitem__(0, label))
 
 
-def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
+def _bytes(change: Callable[[bytes], bytes]) -> Spoil:
     def spoil(scene: Scene) -> None:
         image = scene.image(_BAD)
         image.write_bytes(change(image.read_bytes()))
@@ -62,7 +68,11 @@ def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
     return spoil
 
 
-def _saved(form: str, **options: Any) -> Callable[[Scene], object]:
+def _damaged(content: bytes, place: int) -> bytes:
+    return content[:place] + b"\xff" * 64 + content[place + 64 :]
+
+
+def _saved(form: str, **options: Any) -> Spoil:
     """The same picture, written in another way under the same name."""
 
     def change(content: bytes) -> bytes:
@@ -74,14 +84,14 @@ def _saved(form: str, **options: Any) -> Callable[[Scene], object]:
     return _bytes(change)
 
 
-def _turned(number: int) -> Callable[[Scene], object]:
+def _turned(number: int) -> Spoil:
     exif = Image.Exif()
     exif[_ORIENTATION] = number
     return _saved("JPEG", exif=exif)
 
 
 # What is wrong, how, and whether it stands in one line that must be named.
-_LINES: tuple[tuple[str, Callable[[Scene], object]], ...] = (
+_LINES: tuple[tuple[str, Spoil], ...] = (
     ("a line that is no JSON", _line("{nothing")),
     ("a line cut in half", _line('{"messages": [{"role": "us')),
     ("a line with two objects", _line('{"a": 1} {"b": 2}')),
@@ -128,28 +138,9 @@ _LINES: tuple[tuple[str, Callable[[Scene], object]], ...] = (
     ("a label with a line break", _label("a\ncat")),
     ("an answer in prose", _answer("I can see a cat at <bbox>.")),
     ("an answer without placeholders", _answer("[]")),
-    (
-        "one placeholder too many",
-        _row(
-            lambda row: row["messages"][-1].update(
-                content=row["messages"][-1]["content"].replace(
-                    "]", ', {"bbox_2d": <bbox>, "label": "<ref-object>"}]'
-                )
-            )
-        ),
-    ),
-    (
-        "one placeholder too few",
-        _row(
-            lambda row: row["messages"][-1].update(
-                content=row["messages"][-1]["content"].replace("<bbox>", "[1, 2, 3, 4]", 1)
-            )
-        ),
-    ),
-    (
-        "an answer that is no closed JSON",
-        _row(lambda row: row["messages"][-1].update(content=row["messages"][-1]["content"][:-1])),
-    ),
+    ("one placeholder too many", _changed(lambda text: text.replace("]", f", {_OBJECT}]"))),
+    ("one placeholder too few", _changed(lambda text: text.replace("<bbox>", "[1, 2, 3, 4]", 1))),
+    ("an answer that is no closed JSON", _changed(lambda text: text[:-1])),
     ("no image", _row(lambda row: row.pop("images"))),
     ("an empty list of images", _set("images", [])),
     ("an image that is a number", _set("images", [5])),
@@ -166,129 +157,92 @@ _LINES: tuple[tuple[str, Callable[[Scene], object]], ...] = (
     ("a path of 5,000 characters", _set("images", ["x" * 5000 + ".png"])),
 )
 
-_PIXELS: tuple[tuple[str, Callable[[Scene], object]], ...] = (
+_PIXELS: tuple[tuple[str, Spoil], ...] = (
     ("an image cut in half", _bytes(lambda content: content[: len(content) // 2])),
-    (
-        "an image whose pixels are damaged",
-        _bytes(
-            lambda content: content[: len(content) // 2] + b"\xff" * 64 + content[len(content) // 2 + 64 :]
-        ),
-    ),
+    ("an image whose pixels are damaged", _bytes(lambda content: _damaged(content, len(content) // 2))),
 )
 
 # Such rows train, so that they are told without an exit status of their own.
-_ADVICE: tuple[tuple[str, Callable[[Scene], object], str], ...] = (
+_ADVICE: tuple[tuple[str, Spoil, str], ...] = (
     ("a box without area", _box(10, 10, 10, 10), _WHERE),
     ("two images", _row(lambda row: row["images"].append(row["images"][0])), _WHERE),
     ("an image without its last bytes, all pixels there", _bytes(lambda content: content[:-20]), "no fault"),
 )
 
-_FILES: tuple[tuple[str, Callable[[Scene], object], str], ...] = (
-    ("an empty file", lambda scene: scene.files.update({ROWS_FILE: ""}), "rows"),
-    ("only blank lines", lambda scene: scene.files.update({ROWS_FILE: "\n\n  \n"}), "rows"),
-    ("Latin-1 text", _lines(lambda lines: None), "UTF-8"),
-    ("UTF-16 text", _lines(lambda lines: None), "UTF-8"),
-    ("a picture as data set", lambda scene: scene.files.update({ROWS_FILE: b"\x89PNG\r\n\x1a\n"}), "UTF-8"),
+_FILES: tuple[tuple[str, Spoil, str], ...] = (
+    ("an empty file", holding(**{ROWS_FILE: ""}), "rows"),
+    ("only blank lines", holding(**{ROWS_FILE: "\n\n  \n"}), "rows"),
+    ("Latin-1 text", lambda scene: _encode(scene, "latin-1"), "UTF-8"),
+    ("UTF-16 text", lambda scene: _encode(scene, "utf-16"), "UTF-8"),
+    ("a picture as data set", holding(**{ROWS_FILE: b"\x89PNG\r\n\x1a\n"}), "UTF-8"),
     (
         "one JSON list over many lines",
-        lambda scene: scene.files.update({ROWS_FILE: json.dumps(scene.rows, indent=1)}),
+        lambda scene: _write(scene, json.dumps(scene.rows, indent=1)),
         ROWS_FILE,
     ),
-    (
-        "a CSV under the name of a JSONL",
-        lambda scene: scene.files.update({ROWS_FILE: "image,label\na.png,cat\n"}),
-        f"{ROWS_FILE}:1",
-    ),
+    ("a CSV under the name of a JSONL", holding(**{ROWS_FILE: "image,label\na.png,cat\n"}), f"{ROWS_FILE}:1"),
 )
-
-
-def data_cases() -> Iterator[Case]:
-    """Every one by ``data check``; those that a look at the lines finds by ``launch`` as well, before it starts."""
-    for wrong, spoil in _LINES:
-        yield Case(area="data", wrong=wrong, words=DATA, spoil=spoil, told=_WHERE, statuses=(1,))
-    for wrong, spoil in _PIXELS:
-        words = (*DATA, "--decode")
-        yield Case(
-            area="data", wrong=f"{wrong} (--decode)", words=words, spoil=spoil, told=_WHERE, statuses=(1,)
-        )
-    for wrong, spoil, told in _ADVICE:
-        words = (*DATA, "--decode")
-        yield Case(area="data", wrong=wrong, words=words, spoil=spoil, told=told, statuses=(0,))
-    for wrong, spoil, told in _FILES:
-        encoded = _encoded(spoil, wrong)
-        yield Case(area="data", wrong=wrong, words=DATA, spoil=encoded, told=told, statuses=(1, 2))
-        yield Case(area="data, met by launch", wrong=wrong, words=LAUNCH, spoil=encoded, told=told)
-    for wrong, spoil in _LINES[:15] + _LINES[20:32] + _LINES[-12:]:
-        if wrong not in _ONLY_DATA_CHECK:
-            yield Case(area="data, met by launch", wrong=wrong, words=LAUNCH, spoil=spoil, told=_WHERE)
-    for number in (3, 6, 8):
-        yield Case(
-            area="data",
-            wrong=f"a photograph turned by EXIF, orientation {number}",
-            words=DATA,
-            spoil=_turned(number),
-            told="EXIF",
-            statuses=(0, 1),
-        )
-    yield from _named()
-
-
 # What launch leaves to the check of every row: it needs the data set's own answer format.
 _ONLY_DATA_CHECK = ("a message of a role that nobody knows",)
 
 
-def _encoded(spoil: Callable[[Scene], object], wrong: str) -> Callable[[Scene], object]:
-    code = {"Latin-1 text": "latin-1", "UTF-16 text": "utf-16"}.get(wrong)
-    if code is None:
-        return spoil
+def data_cases() -> Iterator[Case]:
+    """Every one by ``data check``; those that a look at the lines finds by ``launch`` as well, before it starts."""
+    case, by_launch = partial(Case, "data"), partial(Case, "data, met by launch")
+    decode = f"{DATA} --decode"
+    for wrong, spoil in _LINES:
+        yield case(wrong, _WHERE, DATA, spoil, (1,))
+    for wrong, spoil in _PIXELS:
+        yield case(f"{wrong} (--decode)", _WHERE, decode, spoil, (1,))
+    for wrong, spoil, told in _ADVICE:
+        yield case(wrong, told, decode, spoil, (0,))
+    for wrong, spoil, told in _FILES:
+        yield case(wrong, told, DATA, spoil, (1, 2))
+        yield by_launch(wrong, told, LAUNCH, spoil)
+    for wrong, spoil in _LINES[:15] + _LINES[20:32] + _LINES[-12:]:
+        if wrong not in _ONLY_DATA_CHECK:
+            yield by_launch(wrong, _WHERE, LAUNCH, spoil)
+    for number in (3, 6, 8):
+        wrong = f"a photograph turned by EXIF, orientation {number}"
+        yield case(wrong, "EXIF", DATA, _turned(number), (0, 1))
+    yield from _named()
 
-    def change(scene: Scene) -> None:
-        scene.rows[0]["objects"]["ref"][0] = "café"
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scene.rows)
-        scene.files[ROWS_FILE] = text.encode(code)
 
-    return change
+def _write(scene: Scene, content: str | bytes) -> None:
+    scene.files[ROWS_FILE] = content
+
+
+def _encode(scene: Scene, code: str) -> None:
+    scene.rows[0]["objects"]["ref"][0] = "café"
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scene.rows)
+    _write(scene, text.encode(code))
 
 
 def _named() -> Iterator[Case]:
-    area = "naming data"
-    for wrong, name, told in (
-        ("a data set that is not there", "absent.jsonl", "must name files that exist"),
-        ("a folder as data set", "./images", "a folder"),
-        ("a CSV that is not there", "absent.csv", "must name files that exist"),
+    case = partial(Case, "naming data")
+    for wrong, value, told in (
+        ("a data set that is not there", ["absent.jsonl"], "must name files that exist"),
+        ("a folder as data set", ["./images"], "a folder"),
+        ("a CSV that is not there", ["absent.csv"], "must name files that exist"),
         ("nothing among names", ["rows.jsonl", ""], "must be a path or a list of paths"),
     ):
-        value = name if isinstance(name, list) else [name]
-        yield Case(
-            area=area,
-            wrong=wrong,
-            told=told,
-            spoil=placed("swift.dataset", value),
-        )
-    yield Case(
-        area=area,
-        wrong="a validation set that is not there",
-        told="val_dataset",
-        spoil=lambda scene: scene.set("swift.val_dataset", ["absent.jsonl"]),
-    )
-    for wrong, words, told in (
-        ("data check of a file that is not there", ("data", "check", "absent.jsonl"), "absent.jsonl"),
-        ("data check of a folder", ("data", "check", "images"), "images"),
-        ("data check of nothing", ("data", "check"), "required"),
-        ("data check with an unknown option", (*DATA, "--fix"), "--fix"),
-        ("--apply-exif without --output", (*DATA, "--apply-exif", "upright"), "--output"),
-        (
-            "--apply-exif onto its own input",
-            (*DATA, "--apply-exif", "upright", "--output", ROWS_FILE),
-            ROWS_FILE,
-        ),
-        ("data with a word that it does not know", ("data", "chcek_it", ROWS_FILE), "chcek_it"),
-        ("--dialect of nothing known", (*DATA, "--dialect", "xml"), "xml"),
+        yield case(wrong, told, spoil=placed("swift.dataset", value))
+    validation = placed("swift.val_dataset", ["absent.jsonl"])
+    yield case("a validation set that is not there", "val_dataset", spoil=validation)
+    for wrong, command, told in (
+        ("data check of a file that is not there", "data check absent.jsonl", "absent.jsonl"),
+        ("data check of a folder", "data check images", "images"),
+        ("data check of nothing", "data check", "required"),
+        ("data check with an unknown option", f"{DATA} --fix", "--fix"),
+        ("--apply-exif without --output", f"{DATA} --apply-exif upright", "--output"),
+        ("--apply-exif onto its own input", f"{DATA} --apply-exif upright --output {ROWS_FILE}", ROWS_FILE),
+        ("data with a word that it does not know", f"data chcek_it {ROWS_FILE}", "chcek_it"),
+        ("--dialect of nothing known", f"{DATA} --dialect xml", "xml"),
     ):
-        yield Case(area=area, wrong=wrong, words=words, told=told, statuses=(1, 2))
+        yield case(wrong, told, command, statuses=(1, 2))
     for wrong, spoil, told in (
         ("a bad row, met by the doctor", _line("{nothing"), _WHERE),
         ("an answer in prose, met by the doctor", _answer("I can see a cat at <bbox>."), ""),
         ("a box outside its image, met by the doctor", _box(10, 10, 5000, 30), _WHERE),
     ):
-        yield Case(area=area, wrong=wrong, words=DOCTOR, spoil=spoil, told=told, never=_CLAIM, statuses=(1,))
+        yield case(wrong, told, DOCTOR, spoil, (1,), _CLAIM)

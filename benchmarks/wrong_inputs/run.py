@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,11 @@ from pathlib import Path
 
 import swift_stage2
 from benchmarks.results import ResultTable, publish
-from benchmarks.wrong_inputs.case import Case
+from benchmarks.wrong_inputs.case import Case, SceneMaker
 from benchmarks.wrong_inputs.data_rows import data_cases
-from benchmarks.wrong_inputs.scene import SceneMaker
 from benchmarks.wrong_inputs.settings import setting_cases
 from benchmarks.wrong_inputs.surroundings import surrounding_cases
-from swift_stage2.command_parser import CommandParser
+from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import UserError
 
 EXIT_PROBLEMS = 1
@@ -82,16 +80,11 @@ def all_cases() -> list[Case]:
     return [*setting_cases(), *data_cases(), *surrounding_cases()]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases and writes the table.
-
-    Raises:
-        UserError: no case has such a name, or the table cannot be written.
-    """
-    options = _parse(argv)
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Runs the cases and writes the table. Raises UserError when no case has such a name, or nothing can be written."""
     cases = _chosen(options.only)
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"--output must be a directory that can be written, got {error}; name another"
@@ -100,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="swift-stage2-wrong-inputs-") as scratch,
         _foreign_server() as port,
     ):
-        maker = SceneMaker(Path(scratch), port, _free_port())
+        maker = SceneMaker(Path(scratch), port, free_ports(1)[0])
         folders = [Path(scratch) / f"case-{number}" for number in range(len(cases))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="wrong-input") as pool:
             met = []
@@ -108,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 met.append(done)
                 sign = "; ".join(done.problems) or "ok"
                 print(f"[{len(met)}/{len(cases)}] {done.case.area}: {done.case.wrong}: {sign}", flush=True)
-    _publish(options.output, met)
+    _publish(directory, met)
     return EXIT_PROBLEMS if any(one.problems for one in met) else 0
 
 
@@ -174,7 +167,7 @@ def _publish(directory: Path, met: Sequence[Met]) -> None:
         }
         for one in met
     ]
-    publish(directory, _NAME, facts, [summary, *tables])
+    publish(directory, _NAME, facts, summary, *tables)
 
 
 def _cells(one: Met) -> tuple[str, ...]:
@@ -216,27 +209,3 @@ def _foreign_server() -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join(timeout=_END_GRACE_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="swift-stage2 bench wrong-inputs",
-        description="Give every kind of wrong input to the real commands, two at a time. Takes roughly 30 minutes on "
-        "two cores.",
-        exit_statuses="0 every command said what it must; 1 one did not",
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose area and name hold this text")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/faults"),
-        metavar="DIR",
-        help="gets the table (default %(default)s)",
-    )
-    return parser.parse_args(argv)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
-from benchmarks.wrong_inputs.case import DOCTOR, TRAIN, Case, placed, setting, text
-from benchmarks.wrong_inputs.scene import CONFIG_FILE
+from benchmarks.wrong_inputs.case import CONFIG_FILE, DOCTOR, TRAIN, Case, holding, placed
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 
@@ -176,97 +176,57 @@ _REFUSED_VALUES = {
 def setting_cases() -> Iterator[Case]:
     """Told by ``launch`` before anything is started, except where ms-swift has to be asked."""
     for wrong, content, told in _TEXTS:
-        yield text("YAML text", wrong, CONFIG_FILE, content, told)
+        yield Case("YAML text", wrong, told, spoil=holding(**{CONFIG_FILE: content}))
     for place, value, told in _MISSPELT:
-        yield setting("keys", f"{place} instead of a key", place, value, told, never="hush")
+        yield Case("keys", f"{place} instead of a key", told, spoil=placed(place, value), never="hush")
     for place in _leaves(Stage2Config):
-        yield setting("types", f"{place}: a mapping with a list", place, {"x": [1]}, "must be")
+        yield Case("types", f"{place}: a mapping with a list", "must be", spoil=placed(place, {"x": [1]}))
     for place, value, told in _RANGES:
-        yield setting("ranges", f"{place}: {str(value)[:40] or 'nothing'}", place, value, told)
+        yield Case("ranges", f"{place}: {str(value)[:40] or 'nothing'}", told, spoil=placed(place, value))
     for rule in UNSUPPORTED:
-        refused = _REFUSED_VALUES.get(rule.key, True)
-        yield setting(
-            "combinations",
-            f"swift.{rule.key}: {refused} beside B",
-            f"swift.{rule.key}",
-            refused,
-            "not supported",
-        )
+        place, refused = f"swift.{rule.key}", _REFUSED_VALUES.get(rule.key, True)
+        wrong = f"{place}: {refused} beside B"
+        yield Case("combinations", wrong, "not supported", spoil=placed(place, refused))
     yield from _between()
     yield from _by_swift()
 
 
 def _between() -> Iterator[Case]:
-    area = "between settings"
+    case = partial(Case, "between settings")
     key = "sk-proj-Ab12Cd34Ef56Gh78"
-    yield setting(area, "a key pasted as api_key_env", "rollout.api_key_env", key, "never the key", never=key)
-    urls = {
-        "credentials in base_url": "http://me:hush@h:1",
-        "credentials and no scheme": "me:hush@h:1",
-        "credentials with a slash": "http://me:hu/sh@h:1",
-    }
-    for wrong, url in urls.items():
-        yield setting(area, wrong, f"{_SERVER}.base_url", url, "credentials", never="sh@")
-    same = [
-        {"base_url": "http://h:7001", "group_port": 7002},
-        {"base_url": "http://h:7002", "group_port": 7003},
-    ]
-    for wrong, servers in {
-        "a URL's port is another's group port": same,
-        "the same server twice": [{"base_url": "http://h:7001"}, {"base_url": "http://h:7001"}],
-        "one server under two names": [
-            {"base_url": "http://localhost:7001"},
-            {"base_url": "http://127.0.0.1:7001"},
-        ],
-        "one group port for two servers": [{"base_url": "http://h:7001"}, {"base_url": "http://h:7002"}],
-    }.items():
-        yield setting(area, wrong, "rollout.servers", servers, "of its own")
-    yield setting(
-        area,
-        "one device for learner and server",
-        "launch",
-        {"learner": {"devices": [0]}, "servers": [{"devices": [0]}]},
-        "need devices of their own",
-    )
-    yield setting(
-        area,
-        "more ranks than devices",
-        "launch.learner",
-        {"devices": [0], "nproc_per_node": 2},
-        "at most the number of devices",
-    )
-    yield setting(
-        area, "record without audit", "telemetry", {"record": True, "audit": False}, "telemetry.audit: true"
-    )
-    weights = (
-        "structure",
-        "matched_label",
-        "missed_label",
-        "matched_coordinates",
-        "missed_coordinates",
-        "closure",
-    )
-    yield setting(
-        area,
-        "every target weight 0",
-        "stage2_ab.channel_b.target.weights",
-        dict.fromkeys(weights, 0),
-        "at least one target weight",
-    )
-    yield setting(
-        area,
-        "version_window 0 and a round before every step",
-        _PREFETCH,
-        {"version_window": 0, "sync_every_steps": 1},
-        "version_window",
-    )
-    for wrong, place, value, told in (
-        (
-            "a request too short for its answer",
-            "rollout.request_timeout_s",
-            0.5,
-            "write rollout.request_timeout_s: 2",
-        ),
+    pasted = placed("rollout.api_key_env", key)
+    yield case("a key pasted as api_key_env", "never the key", spoil=pasted, never=key)
+    for wrong, url in (
+        ("credentials in base_url", "http://me:hush@h:1"),
+        ("credentials and no scheme", "me:hush@h:1"),
+        ("credentials with a slash", "http://me:hu/sh@h:1"),
+    ):
+        yield case(wrong, "credentials", spoil=placed(f"{_SERVER}.base_url", url), never="sh@")
+    for wrong, servers in (
+        ("a URL's port is another's group port", [("h:7001", 7002), ("h:7002", 7003)]),
+        ("the same server twice", [("h:7001", None), ("h:7001", None)]),
+        ("one server under two names", [("localhost:7001", None), ("127.0.0.1:7001", None)]),
+        ("one group port for two servers", [("h:7001", None), ("h:7002", None)]),
+    ):
+        value = [
+            {"base_url": f"http://{host}"} | ({} if port is None else {"group_port": port})
+            for host, port in servers
+        ]
+        yield case(wrong, "of its own", spoil=placed("rollout.servers", value))
+    devices = {"learner": {"devices": [0]}, "servers": [{"devices": [0]}]}
+    ranks = {"devices": [0], "nproc_per_node": 2}
+    window = {"version_window": 0, "sync_every_steps": 1}
+    for wrong, place, setting, told in (
+        ("one device for learner and server", "launch", devices, "need devices of their own"),
+        ("more ranks than devices", "launch.learner", ranks, "at most the number of devices"),
+        ("record without audit", "telemetry", {"record": True, "audit": False}, "telemetry.audit: true"),
+        ("every target weight 0", _WEIGHTS, dict.fromkeys(_WEIGHT_NAMES, 0), "at least one target weight"),
+        ("version_window 0 and a round before every step", _PREFETCH, window, "version_window"),
+    ):
+        yield case(wrong, told, spoil=placed(place, setting))
+    url, timeout = f"{_SERVER}.base_url", "rollout.request_timeout_s"
+    for wrong, place, number, told in (
+        ("a request too short for its answer", timeout, 0.5, f"write {timeout}: 2"),
         (
             "a round too short for one bucket",
             "rollout.sync.timeout_s",
@@ -274,21 +234,22 @@ def _between() -> Iterator[Case]:
             "rollout.sync.timeout_s: 16 or more",
         ),
         ("servers although b_ratio is 0", "stage2_ab.schedule.b_ratio", 0, "are not started"),
-        (
-            "a server on another machine in launch",
-            f"{_SERVER}.base_url",
-            "http://192.0.2.1:8000",
-            "on several machines: launch --servers-only",
-        ),
+        ("a server on another machine in launch", url, "http://192.0.2.1:8000", _MACHINES),
         ("devices that do not exist", "launch.servers.0.devices", [901], "but this machine has"),
     ):
-        yield Case(
-            area=area, wrong=wrong, words=DOCTOR, told=told, statuses=(0, 1), spoil=placed(place, value)
-        )
+        yield case(wrong, told, DOCTOR, placed(place, number), (0, 1))
+
+
+_WEIGHTS = "stage2_ab.channel_b.target.weights"
+_WEIGHT_NAMES = (
+    *("structure", "matched_label", "missed_label", "matched_coordinates", "missed_coordinates", "closure"),
+)
+_MACHINES = "on several machines: launch --servers-only"
 
 
 def _by_swift() -> Iterator[Case]:
-    area = "ms-swift's settings"
+    case = partial(Case, "ms-swift's settings")
+    length = "packing_length shorter than prompt and answer"
     for wrong, place, value, told in (
         ("an argument of swift rlhf", "swift.rlhf_type", "dpo", "unknown key 'rlhf_type'"),
         ("a misspelt argument", "swift.lerning_rate", 1, "did you mean 'learning_rate'"),
@@ -296,18 +257,12 @@ def _by_swift() -> Iterator[Case]:
         ("a model type that ms-swift does not know", "swift.model_type", "qwen9", "qwen9"),
         ("a template that ms-swift does not know", "swift.template", "none_such", "none_such"),
         ("a plugin that is not there", "swift.external_plugins", ["absent.py"], "absent.py"),
-        (
-            "packing_length shorter than prompt and answer",
-            "stage2_ab.channel_b.packing.packing_length",
-            64,
-            "packing_length",
-        ),
+        (length, "stage2_ab.channel_b.packing.packing_length", 64, "packing_length"),
         ("an unknown dtype", "swift.torch_dtype", "float7", "torch_dtype"),
     ):
-        yield setting(area, wrong, place, value, told, words=DOCTOR, statuses=(1,))
-    yield setting(
-        area, "a misspelt argument, met by train", "swift.lerning_rate", 1, "did you mean", words=TRAIN
-    )
+        yield case(wrong, told, DOCTOR, placed(place, value), (1,))
+    misspelt = placed("swift.lerning_rate", 1)
+    yield case("a misspelt argument, met by train", "did you mean", TRAIN, misspelt)
 
 
 def _leaves(section: type, place: str = "") -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,37 @@ import pytest
 
 import swift_stage2
 from benchmarks import all_benches
-from benchmarks.all_benches import PAGE, PLAN, options_of
-from benchmarks.benchmark_page import BenchRun, found_in, kept_runs, machine, page, state, write_page
-from benchmarks.run import BENCHES
+from benchmarks.all_benches import (
+    PAGE,
+    PLAN,
+    BenchRun,
+    found_in,
+    kept_runs,
+    machine,
+    options_of,
+    page,
+    state,
+    write_page,
+)
+from benchmarks.benches import BENCHES
+from benchmarks.command import main, parse
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed, UserError
 
 
 def test_every_bench_has_a_plan() -> None:
     assert {*PLAN, "all"} == set(BENCHES)
+    assert all(planned.minutes and planned.quick_minutes for planned in PLAN.values())
     assert all(planned.quick_minutes <= planned.minutes for planned in PLAN.values())
 
 
 @pytest.mark.parametrize("name", PLAN)
 @pytest.mark.parametrize("kind", ["full", "quick", "without_vllm"])
 def test_every_plan_asks_what_its_bench_understands(name: str, kind: str) -> None:
-    parse = importlib.import_module(BENCHES[name][0])._parse
-    parse((getattr(PLAN[name], kind) or PLAN[name].full).split())
+    options = parse(name, PLAN[name], (getattr(PLAN[name], kind) or PLAN[name].full).split())
+    module = importlib.import_module(f"benchmarks.{PLAN[name].module}")
+    if hasattr(module, "check") and not PLAN[name].needs_vllm:
+        module.check(options)
 
 
 def test_without_vllm_nothing_is_asked_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +85,7 @@ class _Children(ChildRuns):
 
 def _main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(all_benches, "ChildRuns", _Children)
-    return all_benches.main(argv)
+    return main(["all", *argv])
 
 
 def test_a_bench_that_fails_costs_its_own_section_only(
@@ -148,7 +161,7 @@ def test_a_bench_that_runs_again_replaces_its_own_section_and_no_other(
 def test_a_page_whose_json_is_not_ours_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "page.json").write_text('{"benches": [{"name": "plan"}]}')
     with pytest.raises(UserError, match=r"must be what bench all wrote, got path=.*page\.json"):
-        all_benches.main(["--output", str(tmp_path / "out"), "--write", str(tmp_path / "page.md")])
+        main(["all", "--output", str(tmp_path / "out"), "--write", str(tmp_path / "page.md")])
     assert not (tmp_path / "out").exists()
 
 
@@ -158,26 +171,3 @@ def test_the_state_is_the_version_and_in_a_checkout_the_commit() -> None:
 
 def test_a_bench_that_wrote_and_printed_nothing_has_an_empty_section(tmp_path: Path) -> None:
     assert found_in(tmp_path, tmp_path / "no.log") == ""
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["--only", "plan", "--skip", "plan"], "--skip"),
-        (["--write", "/no/such/place/page.md"], "in a directory that is there"),
-        (["--write", "page.json"], "ends in .md"),
-        (["--write", str(Path(__file__).parents[2] / "README.md")], "one that bench all wrote"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_before_anything_is_written(
-    argv: Sequence[str], named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=named):
-        all_benches.main([*argv, "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unknown_name_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        all_benches.main(["--only", "speed"])
-    assert "must be one of plan, preprocess" in capsys.readouterr().err

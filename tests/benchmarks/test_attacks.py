@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import answers, run
+from benchmarks import command
+from benchmarks.attacks import answers
 from benchmarks.attacks.result import AttackResult
 
 
@@ -17,7 +18,7 @@ def test_the_exit_status_tells_a_forbidden_outcome(
 ) -> None:
     found = AttackResult("odd", 3, {"record": 2, end: 1}, peak_mib=5.5, seconds=20.2)
     monkeypatch.setattr(answers, "attacks", lambda: [found])
-    assert run.main(["--groups", "answers", "--output", str(tmp_path / "out")]) == status
+    assert command.main(["attacks", "--groups", "answers", "--output", str(tmp_path / "out")]) == status
     printed = capsys.readouterr().out
     assert "answers: odd" in printed
     assert f"3 tries, {status} attack(s) not withstood" in printed

@@ -13,24 +13,23 @@ import psutil
 import pytest
 from PIL import Image
 
-from benchmarks.faults import leftovers
-from benchmarks.faults.row_data import POISON_POSITION, write_poisonous_rows
+from benchmarks import benches
+from benchmarks.faults.bench import POISON_POSITION, write_poisonous_rows
+from benchmarks.faults.commit import Switches
 from benchmarks.faults.rows import ORDER, ROWS
-from benchmarks.faults.run import main
-from benchmarks.faults.server import lasting_port
-from benchmarks.faults.switches import Switches
+from benchmarks.faults.server import kill_all, lasting_port, look, tree_of
 from benchmarks.servers import ServerKind
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.demo.demo_config import held_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.errors import UserError
 from swift_stage2.launch.shared_memory import mapped_by
 
 
 def test_every_row_has_its_turn() -> None:
     names = [row.name for row in ROWS]
     assert sorted(ORDER) == sorted(names)
+    assert tuple(names) == benches.ROWS
     assert len(set(names)) == len(names)
 
 
@@ -41,17 +40,6 @@ def test_what_a_server_cannot_suffer_is_said_and_not_tried() -> None:
         ServerKind.STOCK: set(),
         ServerKind.VLLM: set(),
     }
-
-
-def test_a_row_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"got 'flood'; choose among .*kill_in_push"):
-        main(["--rows", "poison,flood", "--output", str(tmp_path / "out")])
-
-
-def test_no_row_at_all_is_refused_with_what_was_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--rows must name rows, got ''; choose among "):
-        main(["--rows", "", "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path: Path) -> None:
@@ -77,7 +65,7 @@ def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> N
 def test_a_switch_is_seen_by_another_process(tmp_path: Path) -> None:
     switches = Switches(tmp_path)
     assert switches.read("push") == ""
-    code = f"from benchmarks.faults.switches import *; Switches({tmp_path!r}).set('push', 'zeros')"
+    code = f"from benchmarks.faults.commit import *; Switches({tmp_path!r}).set('push', 'zeros')"
     code = code.replace(repr(tmp_path), f"__import__('pathlib').Path({str(tmp_path)!r})")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert switches.wait("push", 0.0)
@@ -109,16 +97,14 @@ def test_shared_memory_that_outlives_its_process_is_found() -> None:
     ) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
-        tree = leftovers.tree_of(process.pid)
+        tree = tree_of(process.pid)
         held = mapped_by(tree)
         assert f"/dev/shm/{name}" in held
         assert f"/dev/shm/{name}" not in mapped_by([psutil.Process(os.getpid())])
-        assert not leftovers.kill_all(
-            lambda: leftovers.tree_of(process.pid)[:1] if process.poll() is None else [], 20
-        )
+        assert not kill_all(lambda: tree_of(process.pid)[:1] if process.poll() is None else [], 20)
     psutil.wait_procs(tree, timeout=20)
-    left = leftovers.look(tree, (), held, patience_s=0.0)
+    left = look(tree, (), held, patience_s=0.0)
     assert left.processes == ()
     assert f"/dev/shm/{name}" in left.shared_memory
     Path(f"/dev/shm/{name}").unlink()  # opened as shared memory it would leave a tracker process behind
-    assert leftovers.look(tree, (), {f"/dev/shm/{name}"}, patience_s=0.0).num == 0
+    assert look(tree, (), {f"/dev/shm/{name}"}, patience_s=0.0).num == 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.faults.accounting import FaultReport, Pause, SampleCount
 from benchmarks.faults.fault_table import RowResult, as_json, markdown
-from benchmarks.faults.leftovers import Leftovers
+from benchmarks.faults.server import Leftovers
 
 _PAUSE = Pause(
     num_before=5,

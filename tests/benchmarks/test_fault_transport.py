@@ -9,8 +9,15 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.faults.faulty_transport import FaultyTransport, PushFault, PushHistory
-from benchmarks.faults.switches import PUSH, PUSH_HELD, PUSH_RELEASED, Switches
+from benchmarks.faults.commit import (
+    PUSH,
+    PUSH_HELD,
+    PUSH_RELEASED,
+    FaultyTransport,
+    PushFault,
+    PushHistory,
+    Switches,
+)
 from swift_stage2.server_session import Deadline, ServerSession
 from swift_stage2.weight_transport import ServerEndpoint
 

@@ -25,7 +25,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "faults",
         "--rows",
         "cut_reply",
-        "--out",
+        "--output",
         str(out),
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.paired_steps import compare, num_common, step_seconds
+from benchmarks.estimates import compare, num_common, step_seconds
 
 
 def test_steps_last_from_end_to_end_and_the_warm_up_is_left_out() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plan
+from benchmarks import command
 from benchmarks.plan import PlanCell, cells_of, own_table, plan_table, rank_table
-from swift_stage2.errors import UserError
 
 
 def _cell(num_ranks: int, limit: int, *, plan_s: float, bare_s: float, own_s: float = 1e-5) -> PlanCell:
@@ -38,7 +37,7 @@ def test_the_budget_in_milliseconds_is_for_two_ranks_and_the_ratio_for_all() -> 
 
 def test_the_exponent_is_of_own_code_over_the_queue_limit() -> None:
     cells = [_cell(2, limit, plan_s=1.0, bare_s=1.0, own_s=1e-6 * limit**2) for limit in (8, 64, 512)]
-    assert own_table(cells).rows == (("2", "8, 64, 512", "2.00"),)
+    assert own_table(cells).rows == [("2", "8, 64, 512", "2.00")]
     assert own_table(cells[:1]).rows[0][-1] == "one limit only"
 
 
@@ -49,22 +48,8 @@ def test_exponents_over_ranks_are_of_each_queue_limit_by_itself() -> None:
         for limit in (8, 64)
     ]
     row = ("2, 4, 8", "2.00", "1.00", "0.00")
-    assert rank_table(cells).rows == (("8", *row), ("64", *row))
+    assert rank_table(cells).rows == [("8", *row), ("64", *row)]
     assert rank_table(cells[:1]).rows[0][-1] == "one number only"
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["--ranks", "1"], "--ranks must be at least 2"),
-        (["--repeats", "1"], "--repeats must be at least 2"),
-        (["--queue-limits", "8", "3"], "--packs=4, got 3"),
-    ],
-)
-def test_options_that_make_no_measurement_are_refused(argv: list[str], named: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=named):
-        plan.main([*argv, "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
 def test_two_real_ranks_give_every_pair_of_every_queue_limit(
@@ -72,7 +57,7 @@ def test_two_real_ranks_give_every_pair_of_every_queue_limit(
 ) -> None:
     out = tmp_path / "out"
     argv = ["--ranks", "2", "--queue-limits", "4", "16", "--repeats", "5", "--output", str(out)]
-    assert plan.main(argv) == 0
+    assert command.main(["plan", *argv]) == 0
     cells = json.loads((out / "plan.json").read_text())["cells"]
     assert [(cell["num_ranks"], cell["queue_limit"]) for cell in cells] == [(2, 4), (2, 16)]
     for cell in cells:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.estimates import Spread, verdict
 from benchmarks.results import ResultTable, publish
-from benchmarks.spread import Spread, verdict
 
 TABLE = ResultTable("Times", ("what", "ms"), (("plan", "1.0"), ("a|b", "2.0")))
 
 
 def test_results_are_told_three_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(tmp_path, "times", {"plan": [1.0]}, [TABLE], ["All of it."])
+    publish(tmp_path, "times", {"plan": [1.0]}, TABLE, "All of it.")
     expected = "Times\n\n| what | ms |\n| --- | --- |\n| plan | 1.0 |\n| a/b | 2.0 |\n\nAll of it.\n"
     assert (tmp_path / "times.md").read_text() == expected
     assert json.loads((tmp_path / "times.json").read_text()) == {"plan": [1.0]}
@@ -23,7 +23,7 @@ def test_results_are_told_three_times(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_long_row_stays_one_line_in_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = tuple(f"column number {number:02}" for number in range(8))
-    publish(tmp_path, "wide", {}, [ResultTable("Wide", row, (row,))])
+    publish(tmp_path, "wide", {}, ResultTable("Wide", row, (row,)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "column number 07" in line]
     assert lines
     assert all("column number 00" in line for line in lines)

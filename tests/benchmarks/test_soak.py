@@ -14,9 +14,9 @@ import psutil
 import pytest
 from ledger_run import LedgerRun
 
+from benchmarks.estimates import Verdict
 from benchmarks.faults.accounting import Moments
-from benchmarks.faults.slow_disk import LONGEST_WRITE_S, SlowDisk
-from benchmarks.faults.soak import main
+from benchmarks.faults.commit import LONGEST_WRITE_S, SLOW_DISK, SlowDisk, Switches, stopped
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.faults.soak_report import (
     CommittedFault,
@@ -24,15 +24,11 @@ from benchmarks.faults.soak_report import (
     RankSample,
     SoakReport,
     kind_reports,
-    markdown,
     num_lost,
     num_trained_twice,
+    parts_of,
     trends_of,
 )
-from benchmarks.faults.soak_trend import Verdict
-from benchmarks.faults.stopped import stopped
-from benchmarks.faults.switches import SLOW_DISK, Switches
-from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import AuditLog, read_audit
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
@@ -233,7 +229,7 @@ def whole(tmp_path: Path) -> SoakReport:
 def test_a_sound_soak_has_no_problem_and_its_tables_say_so(tmp_path: Path) -> None:
     report = whole(tmp_path)
     assert report.problems(2000) == []
-    text = markdown(report)
+    text = "\n".join(part if isinstance(part, str) else part.markdown() for part in parts_of(report))
     assert "| slow disk | 1 | 0 |" in text
     assert "Samples lost: 0. Samples trained twice: 0. Things left: 0." in text
     assert text.count("| flat |") == 2 * len(Quantity)
@@ -280,24 +276,3 @@ def test_a_sample_that_was_trained_twice_is_counted(tmp_path: Path) -> None:
 
 
 # --- the command line -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", ["0", "-5", "75"])
-def test_a_run_without_room_for_a_fault_is_refused_before_anything_is_written(
-    tmp_path: Path, steps: str
-) -> None:
-    with pytest.raises(UserError, match=f"--steps must .*, got {steps}"):
-        main(["--steps", steps, "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="--output must be a new directory"):
-        main(["--output", str(tmp_path)])
-
-
-def test_an_unknown_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--server", "apache"])
-    assert "transformers" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.faults.slow_disk import LONGEST_WRITE_S
+from benchmarks.faults.commit import LONGEST_WRITE_S
 from benchmarks.faults.soak_plan import (
     FEWEST_STEPS,
     NUM_LAST_STEPS,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.faults.soak_trend import FEWEST_STEPS, NUM_STEPS, Tolerance, Trend, Verdict, trend
+from benchmarks.estimates import FEWEST_STEPS, NUM_STEPS, Tolerance, Trend, Verdict, trend
 
 STEPS = range(0, 2000, 10)
 MEMORY = Tolerance(share=0.02)

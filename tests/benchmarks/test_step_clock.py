@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.step_clock import (
+from benchmarks.clocks import (
     DIRECTORY_VARIABLE,
     MEETING_VARIABLE,
-    NAME,
+    STEP_CLOCK,
+    THREAD_CLOCK,
     ExclusiveTimer,
-    StepClock,
-    instrument,
-    meet,
 )
+from benchmarks.plugins.clocks import StepClock, ThreadClock, instrument, meet
 
 
 class Clock:
@@ -95,7 +94,7 @@ def _trainer_of_ours(clock: Clock) -> Any:
 @pytest.fixture
 def unpatched_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts back what instrumenting does to classes of the package."""
-    from benchmarks import step_clock
+    from benchmarks.plugins import clocks as step_clock
 
     for group in (step_clock.SingleRank, step_clock.GlooControlGroup):
         for name in ("reduce_max", "reduce_sum"):
@@ -151,7 +150,8 @@ def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest
 def test_ms_swift_finds_it_by_its_name() -> None:
     from swift.callbacks import callbacks_map
 
-    assert callbacks_map[NAME] is StepClock
+    assert callbacks_map[STEP_CLOCK] is StepClock
+    assert callbacks_map[THREAD_CLOCK] is ThreadClock
 
 
 def test_training_begins_when_every_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

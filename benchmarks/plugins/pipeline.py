@@ -1,7 +1,9 @@
-"""A pipeline that makes a B step's packs when the step wants them, and nothing ahead.
+"""ms-swift plugin: the real learner whose channel B is made inline, with a forced lag, or in alternating blocks.
 
-The queue's ``reserve`` lets the real pipeline produce, waits until enough packs are there, and stops it again. How long
-each step waited goes to ``waits.jsonl``. Put in place by the plugin ``inline_plugin``.
+``PIPELINE_VARIABLE`` says which. Inline: a B step's packs are made when the step wants them, and nothing ahead; how
+long each step waited goes to ``waits.jsonl``. Lagging: whole reservations wait in a line, where freshness does not
+reach them, and are trained so many versions later. Switched: the pipeline is told in every other block that no server
+is proven, a state that it knows: it makes nothing and sleeps.
 """
 
 from __future__ import annotations
@@ -10,16 +12,27 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.thread_times import DIRECTORY_VARIABLE, WAITS_FILE
+from benchmarks.clocks import DIRECTORY_VARIABLE
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.records import Pack
 
+PIPELINE_VARIABLE = "SWIFT_STAGE2_BENCH_PIPELINE"
+INLINE, LAGGING, SWITCHED = "inline", "lagging", "switched"
+LAG_VARIABLE = "SWIFT_STAGE2_FORCED_LAG"
+"""Versions between the making of a pack and its training."""
+FIRST_VERSION_VARIABLE = "SWIFT_STAGE2_FIRST_B_VERSION"
+"""The first version under which B is trained, that of the longest lag, so that all arms train as many B steps."""
+BLOCK_VARIABLE = "SWIFT_STAGE2_BLOCK_STEPS"
+"""How many steps a block has."""
+WAITS_FILE = "waits.jsonl"
 _DEADLINE_S = 120.0
+_ON = (1, 2)
 
 
 class Producer(Protocol):
@@ -95,7 +108,55 @@ class InlinePipeline(Pipeline):
             super().observe(replace(self._latest, max_prompts=0))
 
 
+class DelayedQueue(InlineQueue):
+    """Gives what was made ``lag`` versions before, or longer ago if no step wanted any just then."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lag = int(os.environ[LAG_VARIABLE])
+        self._first_version = int(os.environ[FIRST_VERSION_VARIABLE])
+        self._waiting: deque[tuple[int, Reservation[Pack]]] = deque()
+
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[Pack] | None:
+        if current_version + self._lag < self._first_version:
+            return None
+        made = super().reserve(n, current_version=current_version, min_tokens=min_tokens)
+        if made is None:
+            return None
+        self._waiting.append((current_version, made))
+        version, _ = self._waiting[0]
+        if current_version < self._first_version or version > current_version - self._lag:
+            return None
+        return self._waiting.popleft()[1]
+
+
+class SwitchedPipeline(Pipeline):
+    """Produces in blocks that are on."""
+
+    def observe(self, view: StepView) -> None:
+        working = is_on(view.step, int(os.environ[BLOCK_VARIABLE]))
+        super().observe(view if working else replace(view, max_prompts=0))
+
+
+def is_on(step: int, num_block_steps: int) -> bool:
+    """Blocks go off, on, on, off and again, so that a drift of the machine falls on both."""
+    return (step // num_block_steps) % 4 in _ON
+
+
 def _note_wait(step: int, seconds: float) -> None:
     path = Path(os.environ[DIRECTORY_VARIABLE]) / WAITS_FILE
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, "seconds": seconds}) + "\n")
+
+
+def _install(kind: str) -> None:
+    from swift_stage2 import assembly
+
+    queues = {INLINE: InlineQueue, LAGGING: DelayedQueue}
+    if kind in queues:
+        assembly.ReadyQueue = queues[kind]  # type: ignore[attr-defined, assignment]
+    assembly.Pipeline = SwitchedPipeline if kind == SWITCHED else InlinePipeline  # type: ignore[attr-defined, assignment]
+
+
+if PIPELINE_VARIABLE in os.environ:
+    _install(os.environ[PIPELINE_VARIABLE])

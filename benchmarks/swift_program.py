@@ -1,14 +1,16 @@
-"""The program that every rank of ``swift rlhf`` runs, with ms-swift's client sending weights over gloo.
+"""The programs that every rank of ``swift sft`` and ``swift rlhf`` runs, on a machine without a GPU.
 
-``torchrun -m benchmarks.grpo_program ARGUMENTS`` is ``swift rlhf ARGUMENTS`` on a machine without a GPU. Two
-names of the client's module are replaced: the communicator, which is NCCL's there, and the loop that broadcasts on a
-device's stream, which torch does not have for CPUs. A plugin would come too late: ms-swift connects before it imports
-plugins.
+``torchrun -m benchmarks.swift_program sft|rlhf ARGUMENTS`` is ``swift sft|rlhf ARGUMENTS``: those commands only start
+torchrun with their modules. Nothing of stage 2 but the declarations for torchvision is imported. GRPO's client sends
+weights over gloo: two names of its module are replaced, the communicator, which is NCCL's there, and the loop that
+broadcasts on a device's stream, which torch does not have for CPUs. A plugin would come too late: ms-swift connects
+before it imports plugins.
 """
 
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,7 +43,9 @@ def _broadcast(communicator: Any, tensors: Iterable[Any]) -> None:
 
 if __name__ == "__main__":
     declare_operators()
-    from swift.rlhf_trainers import vllm_client
+    command = sys.argv.pop(1)
+    if command == "rlhf":
+        from swift.rlhf_trainers import vllm_client
 
-    send_over_gloo(vllm_client)
-    runpy.run_module("swift.cli.rlhf", run_name="__main__", alter_sys=True)
+        send_over_gloo(vllm_client)
+    runpy.run_module(f"swift.cli.{command}", run_name="__main__", alter_sys=True)

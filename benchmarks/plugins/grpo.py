@@ -1,7 +1,7 @@
 """ms-swift plugin of GRPO learners in ``bench peer``: a thread clock that also tells rollouts and weights, a reward.
 
 What the main thread spends in ms-swift's own rollout call, its wait for an asynchronous one, and its push of weights is
-added up beside the columns of ``thread_times``. Nothing of ms-swift behaves otherwise.
+added up beside the columns of ``read_times``. Nothing of ms-swift behaves otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from swift.callbacks import callbacks_map  # noqa: E402
 from swift.rewards import ORM, orms  # noqa: E402
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin  # noqa: E402
 
-from benchmarks.grpo_job import GRPO_CLOCK, PUSH_NS, REWARD, ROLLOUT_NS  # noqa: E402
-from benchmarks.step_clock import ExclusiveTimer  # noqa: E402
-from benchmarks.thread_clock import ThreadClock  # noqa: E402
+from benchmarks.clocks import ExclusiveTimer  # noqa: E402
+from benchmarks.learner_job import GRPO_CLOCK, PUSH_NS, REWARD, ROLLOUT_NS  # noqa: E402
+from benchmarks.plugins.clocks import ThreadClock  # noqa: E402
 from swift_stage2.channel_b.parsing import parse_rollout  # noqa: E402
 
 _TIMED = {"_engine_infer": ROLLOUT_NS, "_wait_queue": ROLLOUT_NS, "_move_model_to_vllm": PUSH_NS}

@@ -9,9 +9,7 @@ from swift_stage2.trainer import Stage2Trainer  # isort: skip, it must be import
 
 from swift.trainers import TrainerFactory
 
-from benchmarks.faults.faulty_transport import FaultyTransport, PushHistory
-from benchmarks.faults.slow_disk import SlowDisk
-from benchmarks.faults.switches import Switches
+from benchmarks.faults.commit import FaultyTransport, PushHistory, SlowDisk, Switches
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.weight_transport import WeightTransport
 
