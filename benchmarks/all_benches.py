@@ -25,7 +25,7 @@ import psutil
 
 import swift_stage2
 from benchmarks.benches import PLAN
-from benchmarks.command import Bench
+from benchmarks.command import Turn
 from benchmarks.results import say
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     return _FAILED if any(run.failure for run in runs) else 0
 
 
-def options_of(planned: Bench, *, quick: bool) -> list[str]:
+def options_of(planned: Turn, *, quick: bool) -> list[str]:
     """What follows the bench's name on its command line."""
     if quick:
         return shlex.split(planned.quick)
@@ -126,7 +126,7 @@ def _chosen(options: argparse.Namespace, *, told: bool = False) -> list[str]:
     return [name for name in names if name not in options.skip]
 
 
-def _minutes(planned: Bench, *, quick: bool) -> int:
+def _minutes(planned: Turn, *, quick: bool) -> int:
     return planned.quick_minutes if quick else planned.minutes
 
 

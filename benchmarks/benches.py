@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.command import Bench, Option, comma_list, number_list
+from benchmarks.command import Bench, Option, Turn, comma_list, number_list
 
 GROUPS = ("answers", "requests", "rounds")
 """Of attacks."""
@@ -79,23 +79,20 @@ _MEASURED: dict[str, Bench] = {
     "plan": Bench(
         module="plan",
         purpose="what it costs to plan a step at 2 to 16 ranks, against a bare all-reduce",
-        description="The cost to plan a step (reserve, agree, hand over) against a bare all-reduce of the same size. "
-        "Takes roughly 5 minutes on two cores. Exit status 0: everything was measured.",
+        detail="A plan is: reserve, agree, hand over; the all-reduce is of the same size.",
+        takes="about 5 minutes",
         options=(
             Option(name="ranks", default=[2, 4, 8, 16], least=2, remedy="write 2", help="numbers of ranks"),
             Option(name="queue-limits", default=[8, 64, 512], least=4, help="packs in the queue"),
             _repeats(200, "pairs per cell", 2),
         ),
-        minutes=20,
-        quick_minutes=5,
-        quick="--ranks 2 4 --repeats 40",
+        turn=Turn(20, 5, "--ranks 2 4 --repeats 40"),
     ),
     "preprocess": Bench(
         module="preprocess",
         purpose="samples/s of parse, match, target, encode and pack by number of objects",
-        description="Samples per processor second of parse, match, target, encode and pack by number of objects, and "
-        "their ratios to the bare template and the bare assignment. Takes roughly 3 minutes. Exit status 0: "
-        "everything was measured.",
+        detail="Per processor second, and their ratios to the bare template and the bare assignment.",
+        takes="about 3 minutes",
         options=(
             Option(
                 name="objects",
@@ -112,16 +109,14 @@ _MEASURED: dict[str, Bench] = {
             Option(name="crowd", default=500, least=1, help="boxes per side of the match"),
             _repeats(30, least=2),
         ),
-        minutes=15,
-        quick_minutes=5,
-        quick="--objects 1 20 100 --repeats 5",
+        turn=Turn(15, 5, "--objects 1 20 100 --repeats 5"),
     ),
     "interference": Bench(
         module="interference",
         purpose="what channel B's pipeline costs the steps of channel A beside it",
-        description="A-steps while channel B's pipeline works against A-steps while it is off, in one run beside a "
-        "server that waits and does not compute. Takes roughly 5 minutes on two cores per place of preprocessing. "
-        "Exit status 0: everything was measured.",
+        detail="A-steps while the pipeline works against A-steps while it is off, in one run beside a server that "
+        "waits and does not compute.",
+        takes="about 5 minutes per place of preprocessing",
         options=(
             Option(name="pairs", default=8, least=1, help="pairs of blocks"),
             Option(
@@ -130,16 +125,13 @@ _MEASURED: dict[str, Bench] = {
             _latency("latency-s", 0.5, _WAIT),
             _names("preprocessing", "places", _PLACES, "one job each", metavar="WHERE,…"),
         ),
-        minutes=30,
-        quick_minutes=12,
-        quick="--pairs 2 --block-steps 24",
+        turn=Turn(30, 12, "--pairs 2 --block-steps 24"),
     ),
     "overlap": Bench(
         module="overlap",
         purpose="asynchronous against the same work done inline: how much of the bound is reached?",
-        description="Asynchronous production against the same work done inline, as a fraction of the Amdahl bound of "
-        "the inline run's own stage times. Takes roughly 10 minutes on two cores. Exit status 0: everything was "
-        "measured.",
+        detail="The Amdahl bound is of the inline run's own stage times.",
+        takes="about 10 minutes",
         options=(
             Option(
                 name="server",
@@ -151,27 +143,21 @@ _MEASURED: dict[str, Bench] = {
             _steps(88, 16, _WARM),
             _repeats(3),
         ),
-        minutes=45,
-        quick_minutes=10,
-        quick="--repeats 1 --steps 32",
+        turn=Turn(45, 10, "--repeats 1 --steps 32"),
     ),
     "peer": Bench(
         module="peer",
         purpose="how idle is the learner? ours and ms-swift's own asynchronous GRPO beside the same server (vLLM)",
-        description="Our learner's loop and ms-swift's own asynchronous GRPO (async_generate) beside the same stand-in "
-        "server, asynchronous and inline each: learner idle share, and steps/s against each learner's own bound. "
-        "Takes roughly 20 minutes on two cores. Needs vLLM, with whose installation ms-swift's client comes. Exit "
-        "status 0: everything was measured.",
-        options=(_latency("latency-s", 0.5, "mean wait of a rollout"), _steps(72, 16, _WARM), _repeats(3)),
-        minutes=60,
-        quick_minutes=15,
-        quick="--repeats 1 --steps 24",
-        needs_vllm=True,
+        detail="Asynchronous (async_generate) and inline each, beside the same stand-in: learner idle share, and "
+        "steps/s against each learner's own bound. Needs vLLM, with whose installation ms-swift's client comes.",
+        takes="about 20 minutes",
+        options=(_latency("latency-s", 0.5, _WAIT), _steps(72, 16, _WARM), _repeats(3)),
+        turn=Turn(60, 15, "--repeats 1 --steps 24", needs_vllm=True),
     ),
     "overhead": Bench(
         module="overhead",
         purpose="b_ratio 0 against plain swift sft: step times",
-        description="b_ratio 0 against plain swift sft: step times.",
+        takes="about 4 minutes",
         options=(
             _steps(60, 7, "optimizer steps per arm"),
             _repeats(3, "pairs of runs"),
@@ -180,29 +166,30 @@ _MEASURED: dict[str, Bench] = {
                 name="in-turns", default=False, help="arms one after the other on all cores, not side by side"
             ),
         ),
-        minutes=40,
-        quick_minutes=10,
-        quick="--repeats 1 --steps 20",
+        turn=Turn(40, 10, "--repeats 1 --steps 20"),
     ),
     "sync": Bench(
         module="sync",
         purpose="a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",
-        description="A sync round against a raw broadcast of the same bytes on the same transport.",
+        detail="Both on the same transport.",
+        takes="about a minute with the transformers server and up to 100 MiB, else more",
         options=(
             Option(name="mib", default=[1, 100, 1024], least=1, help="bytes of weights, MiB"),
             Option(name="servers", default=["transformers", "stock"], choices=_SERVERS, help="servers"),
             _repeats(5, "pairs per cell"),
         ),
-        minutes=60,
-        quick_minutes=10,
-        quick="--servers transformers --mib 1 100 --repeats 2",
-        full="--servers transformers vllm stock",
-        without_vllm="--servers transformers",
+        turn=Turn(
+            60,
+            10,
+            "--servers transformers --mib 1 100 --repeats 2",
+            full="--servers transformers vllm stock",
+            without_vllm="--servers transformers",
+        ),
     ),
     "pending": Bench(
         module="pending",
         purpose="how long sync rounds wait for rollouts, with aborts and without",
-        description="How long sync rounds wait, with and without aborts.",
+        takes="about 2 minutes per job",
         options=(
             _steps(60, 10, "optimizer steps per job"),
             _repeats(2, "jobs per policy"),
@@ -213,90 +200,75 @@ _MEASURED: dict[str, Bench] = {
                 help="stock servers cannot abort",
             ),
         ),
-        minutes=40,
-        quick_minutes=12,
-        quick="--repeats 1 --steps 20",
+        turn=Turn(40, 12, "--repeats 1 --steps 20"),
     ),
     "merge": Bench(
         module="merge",
         purpose="requests/s at several client ranks: stock, stock merged, ours (vLLM)",
-        description="requests/s at several client ranks on one server.",
+        takes="about a minute with the transformers server, more with vLLM",
         options=(
             Option(name="systems", default=list(SYSTEMS[:3]), choices=SYSTEMS, help="servers"),
             Option(name="ranks", default=[1, 2, 4, 8], least=1, help="numbers of client ranks"),
             Option(name="requests", default=64, least=1, help="requests per cell"),
             _repeats(5),
         ),
-        minutes=40,
-        quick_minutes=12,
-        quick="--systems transformers --ranks 1 4 --repeats 2",
-        without_vllm="--systems transformers",
+        turn=Turn(
+            40, 12, "--systems transformers --ranks 1 4 --repeats 2", without_vllm="--systems transformers"
+        ),
     ),
     "learning": Bench(
         module="learning",
         purpose="A alone against a share of B: F1 on held-out scenes",
-        description="A alone against a share of B. Takes roughly 2 minutes per arm and seed on two cores. Exit status "
-        "0: everything was trained and scored.",
+        takes="about 2 minutes per arm and seed",
+        succeeds="everything was trained and scored",
         options=(
             _steps(200, 1),
             _seeds(1),
             _numbers("b-ratios", (0.0, 0.3), 1, "arms"),
             Option(name="kind", default="shapes", choices=("shapes", "digits"), help="what is in the scenes"),
         ),
-        minutes=75,
-        quick_minutes=15,
-        quick="--steps 20",
-        full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3",
+        turn=Turn(75, 15, "--steps 20", full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3"),
     ),
     "staleness": Bench(
         module="staleness",
         purpose="F1 against the versions between a rollout's making and its training",
-        description="F1 against the versions between a rollout's making and its training, at equal B steps. Takes "
-        "roughly 3 minutes per arm and seed on two cores. Exit status 0: all arms trained as many B steps.",
+        detail="At equal B steps.",
+        takes="about 3 minutes per arm and seed",
+        succeeds="all arms trained as many B steps",
         options=(
             _steps(150, 1, "optimizer steps per arm"),
             _seeds(3),
             _numbers("lags", (0, 2, 8), float("inf"), "versions"),
         ),
-        minutes=75,
-        quick_minutes=15,
-        quick="--steps 24 --seeds 1 --lags 0,2",
+        turn=Turn(75, 15, "--steps 24 --seeds 1 --lags 0,2"),
     ),
     "faults": Bench(
-        module="faults.run",
+        module="faults.bench",
         purpose="a server broken in every way under a real job (vLLM with --server stock or vllm)",
-        description="Break a server in every way, under a real training job. All rows take roughly 15 minutes on two "
-        "cores with the transformers server, 20 with vllm, an hour with stock. Exit status 0: every row went as it "
-        "should and nothing was left.",
-        options=(
-            _SERVER,
-            _names("rows", "rows", ROWS, "faults, in any order"),
-        ),
-        minutes=45,
-        quick_minutes=15,
-        quick="--rows kill_server",
+        takes="about 15 minutes with the transformers server, 20 with vllm, an hour with stock",
+        succeeds="every row went as it should and nothing was left",
+        options=(_SERVER, _names("rows", "rows", ROWS, "faults, in any order")),
+        turn=Turn(45, 15, "--rows kill_server"),
     ),
     "kills": Bench(
         module="faults.kills",
         purpose="a run killed at random points and resumed: is its ledger exact?",
-        description="Kill a two-rank run at random points, resume it each time, and replay its ledgers. Takes roughly "
-        "25 minutes on two busy cores with the transformers server, more with the others. Exit status 0: every "
-        "account balanced, nothing hung, nothing was left.",
+        detail="A two-rank run.",
+        takes="about 25 minutes with the transformers server, more with the others",
+        succeeds="every account balanced, nothing hung, nothing was left",
         options=(
             _SERVER,
             Option(name="points", default=50, least=1, help="kills, at least 1"),
             Option(name="seed", default=0, help="of points and victims"),
         ),
-        minutes=60,
-        quick_minutes=15,
-        quick="--points 2",
+        turn=Turn(60, 15, "--points 2"),
     ),
     "outage": Bench(
         module="faults.outage",
         purpose="the only server away for 200 steps: channel A's steps before, during and after",
-        description="Take the only server away for many steps and compare channel A's steps. Takes roughly 10 minutes "
-        "on two cores with the transformers server, more with the others. Exit status 0: the account balances, nothing "
-        "is left, no step waited a second longer than before an outage, and channel B ran again after each.",
+        takes="about 10 minutes with the transformers server, more with the others",
+        succeeds="the account balances, nothing is left, no step waited a second longer than before an outage, and "
+        "channel B ran again after each",
         options=(
             _SERVER,
             _steps(200, 10, "channel-A steps per phase, at least 10"),
@@ -316,63 +288,55 @@ _MEASURED: dict[str, Bench] = {
                 "server that computes slows the learner, and steps get faster when it dies",
             ),
         ),
-        minutes=40,
-        quick_minutes=15,
-        quick="--steps 10 --cycles 1",
+        turn=Turn(40, 15, "--steps 10 --cycles 1"),
     ),
     "soak": Bench(
         module="faults.soak",
         purpose="a long run under random faults: is anything lost, does anything grow?",
-        description="Train for long on two ranks under random faults: what is lost, and what grows? Takes roughly 15 "
-        "minutes on two cores with the transformers server, more with the others. Exit status 0: nothing was lost, "
-        "trained twice or left behind, and nothing rises.",
+        detail="Two ranks.",
+        takes="about 15 minutes with the transformers server, more with the others",
+        succeeds="nothing was lost, trained twice or left behind, and nothing rises",
         options=(
             _SERVER,
             _steps(
-                2000,
-                76,
-                "optimizer steps, at least 76; fewer than 500 behind the first fifth show no trend",
+                2000, 76, "optimizer steps, at least 76; fewer than 500 behind the first fifth show no trend"
             ),
             Option(name="seed", default=0, help="of the faults"),
         ),
-        minutes=60,
-        quick_minutes=20,
-        quick="--steps 76",
+        turn=Turn(60, 20, "--steps 76"),
     ),
     "attacks": Bench(
         module="attacks.run",
         purpose="what hostile or broken peers may send, against the real parts: is all of it withstood?",
-        description="Send what a hostile or broken peer may send to the real parts over real sockets, and count how "
-        "each try ends. Takes some minutes. An attack is not withstood when a try ends in a hang, a traceback, or an "
-        "answer believed that must not be.",
-        exit_statuses="0 every attack was withstood; 1 one was not",
+        detail="Over real sockets. An attack is not withstood when a try ends in a hang, a traceback, or an answer "
+        "believed that must not be.",
+        takes="some minutes",
+        succeeds="every attack was withstood",
         options=(_names("groups", "groups", GROUPS, "kinds of attack"),),
-        minutes=30,
-        quick_minutes=30,
+        turn=Turn(30, 30, ""),
     ),
     "wrong-inputs": Bench(
         module="wrong_inputs.run",
         purpose="every kind of wrong input, given to the real commands: is each told in one line?",
-        description="Give every kind of wrong input to the real commands, two at a time. Takes roughly 30 minutes on "
-        "two cores.",
-        exit_statuses="0 every command said what it must; 1 one did not",
+        detail="Two at a time.",
+        takes="about 30 minutes",
+        succeeds="every command said what it must",
         output="docs/faults",
         options=(
             Option(name="only", default="", metavar="TEXT", help="cases whose area and name hold this text"),
         ),
-        minutes=60,
-        quick_minutes=15,
-        quick="--only YAML",
+        turn=Turn(60, 15, "--only YAML"),
     ),
 }
-_TOGETHER = [sum(getattr(each, name) for each in _MEASURED.values()) for name in ("minutes", "quick_minutes")]
 _NAMES = tuple(_MEASURED)
+_MINUTES = [sum(minutes) for minutes in zip(*(each.turn[:2] for each in _MEASURED.values()), strict=True)]
 _ALL = Bench(
     module="all_benches",
     purpose="every bench one after the other, and a page of what they found",
-    description="Every bench one after the other, and one page with what they found. All of them take at most "
-    f"{_TOGETHER[0]} minutes, with --quick {_TOGETHER[1]}; a bench that is not done in its time is ended and counts as "
-    "failed. Exit status 0: every bench ended with status 0.",
+    detail="A bench that is not done in its time is ended and counts as failed.",
+    takes=f"at most {_MINUTES[0]} minutes, with --quick {_MINUTES[1]}",
+    succeeds="every bench ended with status 0",
+    turn=Turn(0, 0, ""),
     options=(
         _names(
             "only",
@@ -393,4 +357,4 @@ _ALL = Bench(
 )
 BENCHES = {"all": _ALL, **_MEASURED}
 """In the order in which ``bench all`` runs them."""
-PLAN = _MEASURED
+PLAN = {name: bench.turn for name, bench in _MEASURED.items()}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_stage2.command_parser import CommandParser
 from swift_stage2.error_line import print_error
@@ -79,26 +79,43 @@ class Option:
                 raise UserError(f"--{self.name} must be {rule}, got {number}; {remedy}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """One bench: how it is asked, and how ``bench all`` asks it, in full and ``--quick``."""
+class Turn(NamedTuple):
+    """How ``bench all`` asks a bench, in full and ``--quick``, and how many minutes it may then take."""
 
-    module: str
-    """Below ``benchmarks``."""
-    purpose: str
-    description: str
-    options: tuple[Option, ...] = ()
-    exit_statuses: str = "0 done; 1 a process of its own failed"
-    output: str = ""
-    """Where results go; empty: ``runs/bench-NAME``, which is cleared of what an earlier run of it left."""
-    minutes: int = 0
-    quick_minutes: int = 0
+    minutes: int
+    quick_minutes: int
+    quick: str
     full: str = ""
-    quick: str = ""
     without_vllm: str | None = None
     """Instead of ``full`` where vLLM is not installed; None: the same."""
     needs_vllm: bool = False
     """Left out where vLLM is not installed, unless it is asked for by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One bench: what it asks and how it is asked."""
+
+    module: str
+    """Below ``benchmarks``."""
+    purpose: str
+    detail: str = ""
+    takes: str
+    """How long, on two cores."""
+    succeeds: str = "everything was measured"
+    """What exit status 0 says."""
+    options: tuple[Option, ...] = ()
+    output: str = ""
+    """Where results go; empty: ``runs/bench-NAME``, which is cleared of what an earlier run of it left."""
+    turn: Turn
+
+    @property
+    def description(self) -> str:
+        """For ``--help``."""
+        purpose = self.purpose[0].upper() + self.purpose[1:]
+        end = "" if purpose.endswith("?") else "."
+        said = f"{purpose}{end} {self.detail}".rstrip()
+        return f"{said} On two cores it takes {self.takes}. Exit status 0: {self.succeeds}."
 
 
 def comma_list(option: str, what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -138,8 +155,9 @@ def number_list(
 
 def parse(name: str, bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
     """The bench's options, each within its bounds. Raises UserError."""
+    statuses = f"0 {bench.succeeds}; 1 not, or a process of its own failed"
     parser = CommandParser(
-        prog=f"swift-stage2 bench {name}", description=bench.description, exit_statuses=bench.exit_statuses
+        prog=f"swift-stage2 bench {name}", description=bench.description, exit_statuses=statuses
     )
     for option in bench.options:
         option.add_to(parser)

@@ -227,5 +227,5 @@ def notes(found: Interference) -> list[str]:
         f"{found.num_rollouts} rollouts in the whole run; all threads of the learner but the main one used "
         f"{found.others_per_step * 1e3:.1f} ms per step, B steps among them. The main thread was blocked "
         f"{blocked.words(1, 1e3)} ms per step more, {blocked.median / off.median:.1%} of a step, most of it for the "
-        "interpreter's lock.",
+        "interpreter's lock."
     ]

@@ -38,7 +38,6 @@ _LONGEST_S = 3 * _CALL_S
 _PROBE_INTERVAL_S = 0.02
 _REQUEST = {"messages": [{"role": "user", "content": "x"}]}
 _DECODING = DecodingConfig(max_new_tokens=64)
-_MERGER_FAULT = "failed in the merger itself"
 
 
 class AnswerTargets:

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.clocks import read_times
-from benchmarks.interference import (
-    B_RATIO,
-    SwitchedBlocks,
-    clock_table,
-    interference_of,
-    notes,
-    ratio_table,
-)
+from benchmarks.interference import B_RATIO, SwitchedBlocks, clock_table, interference_of, notes, ratio_table
 from benchmarks.learner_job import Arm, ArmRecords, write_arm_config
 from benchmarks.plugins.pipeline import is_on
 from benchmarks.stand_in_server import SPREAD, drawn_latency

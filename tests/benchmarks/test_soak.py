@@ -109,13 +109,7 @@ def audit(rank: int, num_steps: int, *, waits_at: int | None = None, failed_at: 
         if step % 4 == 0:
             servers = {"0": {"proven": True, "error": None, "proof": "canary"}}
             records.append(
-                {
-                    "kind": "round",
-                    "time": step + 0.5,
-                    "committed": True,
-                    "seconds": 0.1,
-                    "servers": servers,
-                }
+                {"kind": "round", "time": step + 0.5, "committed": True, "seconds": 0.1, "servers": servers}
             )
         failures = [{"end": "error_answer", "reason": "500"}] if step == failed_at else []
         numbers = {"num_rollouts": 4, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
@@ -168,13 +162,7 @@ def test_rollouts_of_a_server_that_nobody_proved_are_counted() -> None:
 
 def test_a_hang_is_counted_with_its_kind() -> None:
     hung = replace(fault(FaultKind.CUT_REPLY, 21.2), hung=True)
-    (found,), _ = kind_reports(
-        [audit(0, 60), audit(1, 60)],
-        [
-            hung,
-        ],
-        _NOTHING,
-    )
+    (found,), _ = kind_reports([audit(0, 60), audit(1, 60)], [hung], _NOTHING)
     assert found.hangs == 1
 
 

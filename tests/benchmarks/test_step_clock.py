@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.clocks import (
-    DIRECTORY_VARIABLE,
-    MEETING_VARIABLE,
-    STEP_CLOCK,
-    THREAD_CLOCK,
-    ExclusiveTimer,
-)
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, STEP_CLOCK, THREAD_CLOCK, ExclusiveTimer
 from benchmarks.plugins.clocks import StepClock, ThreadClock, instrument, meet
 
 

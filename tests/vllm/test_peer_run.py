@@ -15,7 +15,7 @@ from benchmarks.clocks import since
 from benchmarks.learner_job import Arm, run_grpo
 from benchmarks.peer import LoopArm, loop_of
 from benchmarks.servers import BenchServers, start_stand_in
-from benchmarks.stock_weights import StockWeights
+from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.scene_files import write_scenes
