@@ -103,7 +103,7 @@ def _run(arguments: list[str]) -> int:
 
 def _become_benchmarks(arguments: list[str]) -> NoReturn:
     """Replaces this process by ``python -m benchmarks`` of the checkout: signals and exit status are then its own."""
-    if not (_CHECKOUT / "benchmarks" / "__main__.py").is_file():
+    if not (_CHECKOUT / "benchmarks" / "benches.py").is_file():
         raise UserError(
             f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
             "scripts/setup and .venv/bin/swift-stage2 bench in a checkout"

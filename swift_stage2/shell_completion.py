@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from swift_stage2.command_parser import CommandParser
 
 _OPTION = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
-_NAME = re.compile(r"^    ([a-z]+)\b", re.MULTILINE)
+_NAME = re.compile(r"^    ([a-z][a-z-]*)", re.MULTILINE)
 _BENCH_S = 60.0
 _ZSH_START = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 _SCRIPT = """\

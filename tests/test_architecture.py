@@ -113,6 +113,11 @@ def test_only_the_top_of_a_thread_swallows_everything(file: Path) -> None:
     assert [line for line in swallows_everything(ast.parse(source)) if "#" not in lines[line - 1]] == []
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if not file.is_relative_to(PACKAGE)], ids=name_of)
+def test_no_file_of_a_bench_is_longer_than_400_lines(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400
+
+
 def test_no_module_has_a_name_that_says_nothing() -> None:
     empty = {"utils", "common", "helpers", "types", "misc", "manager"}
     assert [name_of(file) for file in FILES if file.stem in empty or file.parent.name in empty] == []
