@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
@@ -66,7 +67,7 @@ class BenchServers:
         self._job: Job | None = None
         self._signals = StopSignals()
 
-    def __enter__(self) -> BenchServers:
+    def __enter__(self) -> Self:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
         self._stack.enter_context(self._signals)
@@ -77,6 +78,19 @@ class BenchServers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+    @property
+    def job(self) -> Job:
+        """Runs the processes, inside the context."""
+        if self._job is None:
+            raise RuntimeError("servers are started inside the context")
+        return self._job
+
+    def moment(self) -> None:
+        """Waits a little. Raises KeyboardInterrupt when a signal asked for the end."""
+        self.job.step()
+        if self._signals.received is not None:
+            raise KeyboardInterrupt
 
     def start(self, kind: ServerKind, *, model: Path = STAGE1, max_batch_size: int = 64) -> BenchServer:
         """Starts one server and waits until it answers.
@@ -89,28 +103,24 @@ class BenchServers:
         port, group_port = free_ports(2)
         argv = (sys.executable, "-u", *server_arguments(kind, model, port, max_batch_size))
         tree = self.start_process(kind.value, argv, server_environment(kind))
-        return self._await(kind, f"http://127.0.0.1:{port}", group_port, tree)
+        base_url = f"http://127.0.0.1:{port}"
+        self.await_answer(base_url, tree)
+        return BenchServer(kind, base_url, group_port, tree)
 
     def start_process(
         self, name: str, argv: tuple[str, ...], environment: Mapping[str, str] | None = None
     ) -> ProcessTree:
         """Starts a command, with ``environment`` on top of this process's, and returns at once."""
-        if self._job is None:
-            raise RuntimeError("servers are started inside the context")
         whole = {**os.environ, **CHILD_ENVIRONMENT, **(environment or {})}
-        return self._job.start(Command(name=name, argv=argv, environment=whole, grace_s=_GRACE_S))
+        return self.job.start(Command(name=name, argv=argv, environment=whole, grace_s=_GRACE_S))
 
     def await_answer(self, base_url: str, tree: ProcessTree) -> None:
         """Waits until ``/infer/`` answers there. Raises as ``start``."""
-        if self._job is None:
-            raise RuntimeError("servers are started inside the context")
         probe = ReadinessProbe(tree.command.name, base_url, None, _START_S)
         with ExitStack() as stack:
             stack.callback(probe.close)
             while not probe.answered:
-                self._job.step()
-                if self._signals.received is not None:
-                    raise KeyboardInterrupt
+                self.moment()
                 if tree.poll() is not None or probe.expired:
                     raise ChildFailed(
                         f"{tree.command.name} must answer before anything is measured, it did not "
@@ -121,12 +131,8 @@ class BenchServers:
         """Ends one server before the others."""
         server.tree.ask_to_end()
         end = time.monotonic() + _GRACE_S
-        while server.tree.poll() is None and time.monotonic() < end and self._job is not None:
-            self._job.step()
-
-    def _await(self, kind: ServerKind, base_url: str, group_port: int, tree: ProcessTree) -> BenchServer:
-        self.await_answer(base_url, tree)
-        return BenchServer(kind, base_url, group_port, tree)
+        while server.tree.poll() is None and time.monotonic() < end:
+            self.job.step()
 
 
 def stand_in_arguments(

@@ -23,15 +23,12 @@ from benchmarks.faults.scene import Scene
 from benchmarks.faults.server import Leftovers, Program, TestedServer, lasting_port
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from benchmarks.results import say
-from benchmarks.servers import ServerKind, server_arguments
+from benchmarks.servers import BenchServers, ServerKind, server_arguments
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.descendants import adopt_orphans
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.stop_signals import StopSignals
 
 NUM_SCENES = 1024
 POISON_POSITION = 45
@@ -70,7 +67,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             if row.name in options.rows:
                 found[row.name] = bench.run(row)
                 write()
-        left = bench.end()
+        left = bench.end_server()
     results = write()
     print(markdown(results))
     say(f"took {time.monotonic() - started:.0f} s; {left} things left; {stem}.json")
@@ -80,28 +77,17 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     return _FAILED if left or any(result.problems for result in results) else 0
 
 
-class FaultBench:
-    """Owns every process that the rows start. SIGINT, SIGTERM and SIGHUP end them all."""
+class FaultBench(BenchServers):
+    """Owns every process that the rows start: one server, and one learner after another."""
 
     def __init__(self, kind: ServerKind, directory: Path, program: Program | None = None) -> None:
         """``program`` serves in place of ``kind``'s."""
+        super().__init__(directory)
         self._kind = kind
         self._program = program
         self._directory = directory
-        self._signals = StopSignals()
-        self._job = Job(directory, self._signals, lambda line: None)
         self._rows: Path | None = None
         self._server: TestedServer | None = None
-
-    def __enter__(self) -> FaultBench:
-        adopt_orphans()
-        self._signals.__enter__()
-        self._job.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._job.__exit__(None, None, None)
-        self._signals.__exit__(None, None, None)
 
     def run(self, row: Row) -> RowResult:
         """Runs one row; one that breaks says so in its result."""
@@ -121,12 +107,19 @@ class FaultBench:
         say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
         return result
 
-    def ready_server(self) -> TestedServer:
-        """The server, answering."""
-        server = self._new_server() if self._server is None else self._server
+    def ready_server(self, *, foreign: bool = False) -> TestedServer:
+        """The server, answering; ``foreign``: with another model."""
+        if self._server is None:
+            switches = Switches(self._directory / "switches")
+            self._server = TestedServer(
+                self._kind, self.job, self.moment, lasting_port(), switches, self._program
+            )
+        server = self._server
         server.switches.clear_all()
+        if foreign and server.is_alive:
+            server.kill()
         if not server.is_alive:
-            server.start(STAGE1)
+            server.start(write_foreign_model(self._directory) if foreign else STAGE1)
         server.wait_until_it_answers()
         return server
 
@@ -137,8 +130,8 @@ class FaultBench:
         assert self._server is not None
         return TrainingJob(
             f"{self._kind}-learner-{name}",
-            self._job,
-            self._moment,
+            self.job,
+            self.moment,
             directory,
             rows,
             ports,
@@ -146,7 +139,7 @@ class FaultBench:
             settings,
         )
 
-    def end(self) -> int:
+    def end_server(self) -> int:
         """Ends the server; returns how much it left behind."""
         if self._server is None:
             return 0
@@ -154,7 +147,7 @@ class FaultBench:
         return self._server.what_is_left().num
 
     def _run(self, row: Row, started: float) -> RowResult:
-        server = self._ready_server(row)
+        server = self.ready_server(foreign=row.foreign)
         directory = self._directory / row.name
         with ExitStack() as stack:
             proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
@@ -178,32 +171,10 @@ class FaultBench:
             seconds=time.monotonic() - started,
         )
 
-    def _ready_server(self, row: Row) -> TestedServer:
-        server = self._new_server() if self._server is None else self._server
-        server.switches.clear_all()
-        if row.foreign and server.is_alive:
-            server.kill()
-        if not server.is_alive:
-            server.start(write_foreign_model(self._directory) if row.foreign else STAGE1)
-        server.wait_until_it_answers()
-        return server
-
-    def _new_server(self) -> TestedServer:
-        switches = Switches(self._directory / "switches")
-        self._server = TestedServer(
-            self._kind, self._job, self._moment, lasting_port(), switches, self._program
-        )
-        return self._server
-
     def _rows_of(self, row: Row) -> Path:
         if self._rows is None:
             self._rows = write_rows(self._directory)
         return write_poisonous_rows(self._rows) if row.poison else self._rows
-
-    def _moment(self) -> None:
-        self._job.step()
-        if self._signals.received is not None:
-            raise KeyboardInterrupt
 
 
 def _together(*parts: Leftovers) -> Leftovers:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             kills.append(killed.kill(number))
             say(line_of(kills[-1]))
         last = killed.finish()
-        left = bench.end()
+        left = bench.end_server()
     facts = {
         "server": options.server,
         "seed": options.seed,

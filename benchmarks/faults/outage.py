@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     kind = ServerKind(options.server)
     with FaultBench(kind, directory, program) as bench, started_on(server_cores):
         reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
-        left = bench.end()
+        left = bench.end_server()
     samples = count_samples(account)
     facts = {
         "server": "stand-in" if stand_in else options.server,

@@ -137,7 +137,9 @@ class _Soak:
     def report(self, num_planned: int) -> SoakReport:
         """What the ended run came to. Ends the server."""
         records = self._job.records
-        left = self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end()
+        left = (
+            self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end_server()
+        )
         has_ledger = any((self._job.run_dir / "ledger").glob("rank*.jsonl"))
         ledgers = read_ledgers([self._job.run_dir]) if has_ledger else {}
         account = account_of(ledgers) if has_ledger else None

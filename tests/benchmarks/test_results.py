@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.estimates import Spread, verdict
 from benchmarks.results import ResultTable, publish
 
 TABLE = ResultTable("Times", ("what", "ms"), (("plan", "1.0"), ("a|b", "2.0")))
@@ -27,10 +26,3 @@ def test_a_long_row_stays_one_line_in_a_log(tmp_path: Path, capsys: pytest.Captu
     lines = [line for line in capsys.readouterr().out.splitlines() if "column number 07" in line]
     assert lines
     assert all("column number 00" in line for line in lines)
-
-
-def test_a_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]).words(1, 10.0) == "30.0 (20.0..40.0)"
-    assert (verdict(True), verdict(False)) == ("held", "missed")
-    with pytest.raises(ValueError, match="measure once"):
-        Spread.of([])
