@@ -46,6 +46,7 @@ def _names(
     all_of_them: bool = True,
 ) -> Option:
     default = tuple(known) if all_of_them else ()
+    words = f"{words}, of {', '.join(known)} (default all)" if all_of_them else words
     return Option(name=name, default=default, kind=comma_list(name, what, known), metavar=metavar, help=words)
 
 

@@ -52,7 +52,8 @@ class Option:
             parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
             return
         several = isinstance(self.default, list)
-        shown = f" (default {_shown(self.default)})" if self.default not in (None, "", ()) else ""
+        is_told = self.default in (None, "", ()) or "(default " in self.help
+        shown = "" if is_told else f" (default {_shown(self.default)})"
         parser.add_argument(
             f"--{self.name}",
             type=self.kind or type(self.default[0] if several else self.default),
@@ -155,7 +156,7 @@ def number_list(
 
 def parse(name: str, bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
     """The bench's options, each within its bounds. Raises UserError."""
-    statuses = f"0 {bench.succeeds}; 1 not, or a process of its own failed"
+    statuses = f"0 {bench.succeeds}; 1 that is not so, or a process of its own failed"
     parser = CommandParser(
         prog=f"swift-stage2 bench {name}", description=bench.description, exit_statuses=statuses
     )
