@@ -24,7 +24,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A process of its own, because the bench adopts orphans and takes signals."""
     out = tmp_path_factory.mktemp("bench") / "soak"
     bench = [sys.executable, "-m", "swift_stage2", "bench", "soak"]
-    options = ["--steps", str(_STEPS), "--seed", str(_SEED), "--out", str(out)]
+    options = ["--steps", str(_STEPS), "--seed", str(_SEED), "--output", str(out)]
     ended = subprocess.run(
         [*bench, *options], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
     )
