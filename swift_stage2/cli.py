@@ -11,9 +11,10 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import UserError
@@ -29,6 +30,7 @@ _USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
 _UNREAD = 141
+_CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = "0 trained to the end; 1 the run failed; 70 a weight push hung"
 
 # Commands with a parser of their own: module with main(argv), what it is for.
@@ -48,7 +50,6 @@ _OWN_PARSER = {
         "print a script that completes commands in bash or zsh",
     ),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
-    "bench": ("swift_stage2.bench.run", "measure speed and learning"),
     "gpu-check": ("swift_stage2.gpu_check.run", "run what only a GPU can show, and write one page"),
 }
 
@@ -56,10 +57,15 @@ _OWN_PARSER = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return ended(arguments[0] if arguments else "", lambda: _run(arguments))
+
+
+def ended(command: str, work: Callable[[], int]) -> int:
+    """The exit status of ``work``; what a user did wrong is told in one line that names ``command``."""
     try:
-        return _run(arguments)
+        return work()
     except UserError as exc:
-        print_error(arguments[0], exc)
+        print_error(command, exc)
         return _USER_MISTAKE
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -76,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["bench"]:
+        _become_benchmarks(arguments[1:])
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(module).main(arguments[1:]))
@@ -94,6 +102,20 @@ def _run(arguments: list[str]) -> int:
             node_rank=options.node_rank,
         )
     return _train(options.config, resume=options.resume)
+
+
+def _become_benchmarks(arguments: list[str]) -> NoReturn:
+    """Replaces this process by ``python -m benchmarks`` of the checkout: signals and exit status are then its own."""
+    if not (_CHECKOUT / "benchmarks" / "benches.py").is_file():
+        raise UserError(
+            f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
+            "scripts/setup and .venv/bin/swift-stage2 bench in a checkout"
+        )
+    let_go()
+    path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
+    command = (sys.executable, "-m", "benchmarks", *arguments)
+    # The directory that the user is in may hold a package of that name, too.
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     for name, (_, purpose) in _OWN_PARSER.items():
         commands.add_parser(name, help=purpose, add_help=False)
+    commands.add_parser("bench", help="measure speed and learning, from a checkout", add_help=False)
     return parser
 
 

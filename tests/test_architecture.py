@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "swift_stage2"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "swift_stage2"
+FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 
 # Methods that wait, and how many positional arguments come before their timeout.
 WAITING_METHODS = {
@@ -25,15 +26,15 @@ WAITING_METHODS = {
 }
 KNOWS_SWIFT = {
     "trainer.py",
-    "preflight/preflight/preflight/swift_parsing.py",
+    "preflight/preflight/preflight/preflight/swift_parsing.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }
-KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "bench/", "gpu_check/")
+KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "gpu_check/", "benchmarks/")
 
 
 def name_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).as_posix()
+    return file.relative_to(PACKAGE if file.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -109,6 +110,11 @@ def test_only_the_top_of_a_thread_swallows_everything(file: Path) -> None:
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     assert [line for line in swallows_everything(ast.parse(source)) if "#" not in lines[line - 1]] == []
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.is_relative_to(PACKAGE)], ids=name_of)
+def test_no_file_of_a_bench_is_longer_than_400_lines(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import pytest
 
 from swift_stage2 import __version__, cli
-from swift_stage2.bench.run import BENCHES
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
@@ -72,6 +73,43 @@ def test_help_lists_the_commands() -> None:
 def test_every_listed_command_has_a_module(name: str) -> None:
     module, _ = cli._OWN_PARSER[name]
     assert importlib.util.find_spec(module) is not None
+
+
+def test_a_bench_takes_this_commands_place_with_its_status_and_its_words(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks.py").write_text("raise SystemExit(9)")  # another program's, where the user is
+    command = [sys.executable, "-m", "swift_stage2", "bench", "learning", "--steps", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("swift-stage2 bench: error: --steps must be at least 1, got 0")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_installed_package_says_where_the_benches_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
+    assert cli.main(["bench", "learning"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("swift-stage2 bench: error: benches are in benchmarks/ of a checkout")
+    assert told.count("\n") == 1
+
+
+def test_one_interrupt_ends_a_bench_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-u", "-m", "swift_stage2", "bench", "preprocess", "--output", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not (out / "logs" / "stages.log").exists():  # its child runs
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
 
 
 def test_version() -> None:
@@ -149,7 +187,6 @@ def test_a_user_error_of_several_lines_is_told_on_one(
         (("rollout", "absent"), "checkpoint directory"),
         (("merge", "--upstream", "localhost"), "--upstream must"),
         (("demo", "--steps", "0"), "--steps must be at least 1"),
-        (("bench", "learning", "--steps", "0"), "steps"),
     ],
     ids=lambda it: it[0] if isinstance(it, tuple) else "",
 )
@@ -311,7 +348,6 @@ def every_command_line() -> list[tuple[str, ...]]:
         ("train",),
         ("launch",),
         *((name,) for name in cli._OWN_PARSER),
-        *(("bench", name) for name in BENCHES),
         ("rollout", "--engine", "vllm"),
     ]
 
@@ -338,8 +374,6 @@ def test_every_help_ends_with_the_exit_statuses(
         (("doctor", "x.yaml", "--jsn"), "--json"),
         (("report", "x", "--galery", "3"), "--gallery"),
         (("launch", "x.yaml", "--nproc_per_node", "2"), "--nproc-per-node"),
-        (("bench", "learnng"), "learning"),
-        (("bench", "plan", "--rnaks", "2"), "--ranks"),
         (("rollout", "m", "--engine", "transformer"), "transformers"),
     ],
     ids=lambda it: " ".join(it) if isinstance(it, tuple) else "",

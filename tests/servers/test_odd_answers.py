@@ -12,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swift_stage2.bench.attacks.answer_targets import AnswerTargets, serving
-from swift_stage2.bench.attacks.hostile_server import HostileServer
-from swift_stage2.bench.attacks.odd_answers import odd_answer
-from swift_stage2.bench.attacks.result import FORBIDDEN
+from benchmarks.attacks.answer_targets import AnswerTargets, serving
+from benchmarks.attacks.hostile_server import HostileServer, odd_answer
+from benchmarks.attacks.result import FORBIDDEN
 from swift_stage2.process.background import BackgroundFailures
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))

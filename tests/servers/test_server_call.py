@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.bench.attacks.hostile_server import HostileServer
+from benchmarks.attacks.hostile_server import HostileServer
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.call import ServerCaller

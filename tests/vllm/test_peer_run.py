@@ -11,12 +11,11 @@ import pytest
 import torch
 from live_server import free_port
 
-from swift_stage2.bench.grpo_job import GrpoArm, run_grpo
-from swift_stage2.bench.learner_loop import LoopArm, loop_of, since
-from swift_stage2.bench.peer import STOCK_STAND_IN
-from swift_stage2.bench.servers import BenchServers
-from swift_stage2.bench.stand_in_job import start_stand_in
-from swift_stage2.bench.stock_weights import StockWeights
+from benchmarks.clocks import since
+from benchmarks.learner_job import Arm, run_grpo
+from benchmarks.peer import LoopArm, loop_of
+from benchmarks.servers import BenchServers, start_stand_in
+from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
@@ -90,16 +89,9 @@ def test_a_push_that_nobody_joined_for_is_an_error(weights: StockWeights) -> Non
 def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tmp_path: Path) -> None:
     rows = write_scenes(tmp_path, SceneKind.SHAPES, num_train=32, num_held_out=1, seed=0).train
     with BenchServers(tmp_path / "logs") as servers, ChildRuns() as children:
-        ports = start_stand_in(servers, rows, LATENCY_S, STOCK_STAND_IN)
-        arm = GrpoArm(
-            name="peer",
-            directory=tmp_path / "peer",
-            rows=rows,
-            num_steps=NUM_STEPS,
-            ports=ports,
-            asynchronous=False,
-        )
-        clock = run_grpo(children, arm)
+        ports = start_stand_in(servers, rows, LATENCY_S, stock=True)
+        arm = Arm(name="peer", directory=tmp_path / "peer", rows=rows, num_steps=NUM_STEPS, ports=ports)
+        clock = run_grpo(children, arm, asynchronous=False)
     in_rollout, in_push = (since(clock, name, 1) for name in ("rollout_ns", "push_ns"))
     loop = loop_of(
         LoopArm.PEER_INLINE,
@@ -117,8 +109,8 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
 
 
 def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
-    from swift_stage2.bench.grpo_plugin import _on_main_thread
-    from swift_stage2.bench.step_clock import ExclusiveTimer
+    from benchmarks.clocks import ExclusiveTimer
+    from benchmarks.plugins.grpo import _on_main_thread
 
     timer = ExclusiveTimer(iter(range(100)).__next__)
     call = _on_main_thread(timer, "rollout_ns", lambda: None)
@@ -131,7 +123,7 @@ def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
 
 
 def test_the_reward_counts_the_objects_of_any_answer() -> None:
-    from swift_stage2.bench.grpo_plugin import ObjectCount
+    from benchmarks.plugins.grpo import ObjectCount
 
     two = '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
     assert ObjectCount()([two, "", "nonsense"], solution=None) == [2.0, 0.0, 0.0]

@@ -1,0 +1,312 @@
+"""The audits and ledgers of a run in which a fault was injected, turned into what the table says: pure.
+
+Times are Unix seconds, as the audit has them. Steps and rounds are rank 0's, because all ranks decide alike (a
+difference is counted); samples are every rank's own, and the ledger's account judges them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger_account import RunAccount
+
+_NUM_WARMUP_STEPS = 3
+_NANOSECONDS = 1e9
+COUNTERS = (
+    "sync_rounds_committed",
+    "sync_rounds_failed",
+    "rollouts_failed",
+    "samples_returned",
+    "samples_quarantined",
+    "packs_dropped_stale",
+    "segments_dropped_stale",
+)
+_SAME_ON_ALL_RANKS = ("sync_rounds_committed", "sync_rounds_failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """When the bench did what. ``healed`` is None where nothing needs healing; ``restarted`` where nothing was."""
+
+    fault: float
+    healed: float | None = None
+    restarted: float | None = None
+    """From here on another process answers at the server's address, with weights that this run did not send."""
+    spoilt_round: float | None = None
+    """When the round was recorded whose weights were spoilt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCount:
+    """How the samples of all ranks ended, as their ledgers prove it."""
+
+    drawn: int = 0
+    trained: int = 0
+    quarantined: int = 0
+    in_hand: int = 0
+    broken_rules: tuple[str, ...] = ()
+    records_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """From one step record to the next: step ``step``'s training, and what precedes the next step's plan."""
+
+    step: int
+    channel: str
+    start: float
+    seconds: float
+    waiting_s: float
+    """Main thread neither computing nor in a round: data, agreement, the other rank."""
+    syncing_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Channel-A steps before the fault, and from the fault until B may run again."""
+
+    num_before: int
+    num_around: int
+    median_before_s: float | None
+    longest_around_s: float | None
+    """The longest step without a round in it; None where every step had one, or there was none."""
+    median_around_s: float | None
+    longest_wait_s: float
+    """The longest time in one step in which the main thread did not compute, rounds apart, beyond the median before."""
+    num_rounds: int
+    longest_round_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultReport:
+    """One row of the table."""
+
+    noticed_after_steps: int | None
+    """0: in the step in which it happened."""
+    noticed_as: str
+    round_errors: tuple[str, ...]
+    """Of rounds that failed after the fault, each once."""
+    proofs_passed: tuple[str, ...]
+    """Kinds of proof that rounds after the fault passed."""
+    steps_until_proof: int | None
+    """Steps from the fault to the first committed round after it was healed; None when there was none."""
+    steps_run_meanwhile: int
+    b_steps_meanwhile: int
+    """B steps on packs that were ready when it happened, or made since from a proven server."""
+    b_skipped: Mapping[str, int]
+    pause: Pause
+    samples: SampleCount
+    unproven_rollouts: int
+    """Accepted from a restarted server before a round proved it."""
+    counters: Mapping[str, int]
+    warnings: tuple[str, ...]
+    caught_by: str | None = None
+    """What refused the spoilt round: "canary", "checksums" (the canary, asked before, had agreed), "nothing"."""
+    quarantined: tuple[str, ...] = ()
+    quarantining_batches: tuple[str, ...] = ()
+    """What became of the rest of the batch in which a sample was quarantined."""
+    failed_posts: Mapping[str, int] = field(default_factory=dict)
+    b_again_at_step: int | None = None
+    """Steps from the fault to the first B step after the proof."""
+    num_disagreements: int = 0
+
+
+def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Moments) -> FaultReport:
+    """``records[rank]`` is one rank's audit; ``samples`` what the ledgers of all ranks come to."""
+    first = records[0]
+    steps, rounds = _of_kind(first, "step"), _of_kind(first, "round")
+    proof = _proof_after(rounds, moments)
+    end = proof["time"] if proof else float("inf")
+    noticed = first_notice(records, moments.fault)
+    later = [record for record in rounds if record["time"] >= moments.fault]
+    step_of_fault = _step_at(steps, moments.fault)
+    meanwhile = [step for step in steps if moments.fault <= step["time"] < end]
+    b_again = next((step for step in steps if step["time"] >= end and step["channel"] == "B"), None)
+    everything = [record for part in records for record in part]
+    return FaultReport(
+        noticed_after_steps=_step_at(steps, noticed["time"]) - step_of_fault if noticed else None,
+        noticed_as=_words(noticed) if noticed else "",
+        round_errors=_each_once(_errors(later)),
+        proofs_passed=_each_once(_proofs(later)),
+        steps_until_proof=_step_at(steps, end) - step_of_fault if proof else None,
+        steps_run_meanwhile=len(meanwhile),
+        b_steps_meanwhile=sum(step["channel"] == "B" for step in meanwhile),
+        b_skipped=dict(Counter(step["skip_reason"] for step in meanwhile if step["skip_reason"])),
+        pause=pause(gaps(steps), later, moments.fault, end),
+        samples=count_samples(samples),
+        unproven_rollouts=_unproven(everything, moments.restarted, end),
+        counters=_counters(records),
+        warnings=_each_once(
+            record["message"] for record in _of_kind(first, "warning") if record["time"] >= moments.fault
+        ),
+        quarantined=tuple(record["message"] for record in _of_kind(everything, "quarantine")),
+        quarantining_batches=tuple(
+            f"batch of {batch['num_rollouts'] + batch['num_returned'] + batch['num_quarantined']}: "
+            f"{batch['num_quarantined']} quarantined, {batch['num_rollouts']} answered, "
+            f"{batch['num_returned']} returned, {batch['num_posts']} POSTs"
+            for batch in _of_kind(everything, "batch")
+            if batch["num_quarantined"]
+        ),
+        failed_posts=dict(
+            Counter(
+                str(failure["end"])
+                for record in _of_kind(everything, "batch")
+                if record["time"] >= moments.fault
+                for failure in record["failures"]
+                if failure["end"] != "stopped"
+            )
+        ),
+        b_again_at_step=b_again["step"] - step_of_fault if b_again else None,
+        num_disagreements=num_disagreements(records),
+        caught_by=_caught_by(rounds, moments.spoilt_round),
+    )
+
+
+def count_samples(account: RunAccount) -> SampleCount:
+    """The account of a run without a resume, over all ranks."""
+    return SampleCount(
+        drawn=sum(rank.drawn for rank in account.ranks),
+        trained=sum(rank.trained for rank in account.ranks),
+        quarantined=sum(sum(rank.quarantined.values()) for rank in account.ranks),
+        in_hand=sum(sum(rank.in_hand.values()) for rank in account.ranks),
+        broken_rules=broken_rules(account),
+        records_lost=sum(rank.num_records_lost for rank in account.ranks),
+    )
+
+
+def broken_rules(account: RunAccount) -> tuple[str, ...]:
+    """Of the run and of its ranks."""
+    parts = (account.violations, *(rank.violations for rank in account.ranks))
+    return tuple(broken.rule for part in parts for broken in part)
+
+
+def gaps(steps: Sequence[Record]) -> list[Gap]:
+    """What lies between two step records; the later one tells how the main thread spent it."""
+    return [
+        Gap(
+            step=step["step"],
+            channel=step["channel"],
+            start=step["time"],
+            seconds=following["time"] - step["time"],
+            waiting_s=following["activity_ns"].get("waiting", 0) / _NANOSECONDS,
+            syncing_s=following["activity_ns"].get("syncing", 0) / _NANOSECONDS,
+        )
+        for step, following in pairwise(steps)
+    ]
+
+
+def pause(every: Sequence[Gap], rounds: Sequence[Record], fault: float, end: float) -> Pause:
+    """``rounds`` are those since the fault; ``end`` is when B may run again."""
+    a_gaps = [gap for gap in every[_NUM_WARMUP_STEPS:] if gap.channel == "A"]
+    before = [gap for gap in a_gaps if gap.start + gap.seconds <= fault and gap.syncing_s == 0]
+    around = [gap for gap in a_gaps if gap.start + gap.seconds > fault and gap.start < end]
+    quiet = [gap for gap in around if gap.syncing_s == 0]
+    usual_wait_s = statistics.median(gap.waiting_s for gap in before) if before else 0.0
+    of_now = [record for record in rounds if record["time"] <= end]
+    return Pause(
+        num_before=len(before),
+        num_around=len(around),
+        median_before_s=statistics.median(gap.seconds for gap in before) if before else None,
+        longest_around_s=max((gap.seconds for gap in quiet), default=None),
+        median_around_s=statistics.median(gap.seconds for gap in quiet) if quiet else None,
+        longest_wait_s=max((gap.waiting_s - usual_wait_s for gap in around), default=0.0),
+        num_rounds=len(of_now),
+        longest_round_s=max((record["seconds"] for record in of_now), default=0.0),
+    )
+
+
+def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | None:
+    """What a rank wrote first that it would not have written without the fault."""
+    found = [
+        record
+        for part in records
+        for record in part
+        if record["time"] >= fault
+        and (
+            record["kind"] in ("warning", "quarantine")
+            or (record["kind"] == "round" and not record["committed"])
+            or (record["kind"] == "batch" and any(f["end"] != "stopped" for f in record["failures"]))
+        )
+    ]
+    return min(found, key=lambda record: float(record["time"]), default=None)
+
+
+def _proof_after(rounds: Sequence[Record], moments: Moments) -> Record | None:
+    """The first committed round after everything was in order again."""
+    since = moments.fault if moments.healed is None else moments.healed
+    return next((record for record in rounds if record["committed"] and record["time"] >= since), None)
+
+
+def _caught_by(rounds: Sequence[Record], spoilt_round: float | None) -> str | None:
+    spoilt = [record for record in rounds if record["time"] == spoilt_round]
+    if not spoilt:
+        return None
+    errors = _errors(spoilt)
+    if not errors:
+        return "nothing"
+    return next((name for name in ("canary", "checksums") if name.rstrip("s") in errors[0]), errors[0])
+
+
+def _words(record: Record) -> str:
+    match record["kind"]:
+        case "warning" | "quarantine":
+            return str(record["message"])
+        case "round":
+            return next(iter(_errors([record])), "a round failed")
+    failures = [failure for failure in record["failures"] if failure["end"] != "stopped"]
+    return f"{failures[0]['end']}: {failures[0]['reason']}"
+
+
+def _errors(rounds: Iterable[Record]) -> list[str]:
+    return [
+        str(server["error"]) for record in rounds for server in record["servers"].values() if server["error"]
+    ]
+
+
+def _proofs(rounds: Iterable[Record]) -> list[str]:
+    return [
+        str(server["proof"]) for record in rounds for server in record["servers"].values() if server["proven"]
+    ]
+
+
+def _step_at(steps: Sequence[Record], moment: float) -> int:
+    """The step that was being trained at ``moment``; -1 before the first."""
+    return max((int(step["step"]) for step in steps if step["time"] <= moment), default=-1)
+
+
+def _unproven(records: Iterable[Record], restarted: float | None, end: float) -> int:
+    if restarted is None:
+        return 0
+    return sum(
+        record["num_rollouts"] for record in _of_kind(records, "batch") if restarted <= record["time"] < end
+    )
+
+
+def _counters(records: Sequence[Sequence[Record]]) -> dict[str, int]:
+    last = [metrics[-1]["numbers"] for part in records if (metrics := _of_kind(part, "metrics"))]
+    return {
+        name: int(sum(numbers.get(name, 0) for numbers in (last[:1] if name in _SAME_ON_ALL_RANKS else last)))
+        for name in COUNTERS
+    }
+
+
+def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
+    """Steps of rank 0 that some other rank trained otherwise, or not. ``records[rank]`` is one rank's whole audit."""
+    plans = [
+        {step["step"]: (step["channel"], step["version"]) for step in _of_kind(part, "step")}
+        for part in records
+    ]
+    return sum(any(plan.get(step) != what for plan in plans[1:]) for step, what in plans[0].items())
+
+
+def _of_kind(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _each_once(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))

@@ -1,0 +1,222 @@
+"""``swift-stage2 bench faults``: one real job per fault against a real server, and the table of what became of it.
+
+The table is computed from the audits and the last checkpoint of every job. Servers are ended and started only where a
+row kills one. ``FaultBench`` owns what the other fault benches start, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.accounting import report
+from benchmarks.faults.commit import Switches
+from benchmarks.faults.fault_table import RowResult, as_json, markdown
+from benchmarks.faults.proxy import FaultProxy
+from benchmarks.faults.rows import ORDER, ROWS, Row
+from benchmarks.faults.scene import Scene
+from benchmarks.faults.server import Leftovers, Program, TestedServer, lasting_port
+from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
+from benchmarks.results import say
+from benchmarks.servers import BenchServers, ServerKind, server_arguments
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.demo.demo_config import STAGE1, free_ports
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.errors import ChildFailed
+
+NUM_SCENES = 1024
+POISON_POSITION = 45
+"""Where rank 0's stream meets the poisonous row: late enough for the job to be warm."""
+_SEED = 0
+_FAILED = 1
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises UserError when what the server needs is not installed."""
+    server_arguments(ServerKind(options.server), STAGE1, 0, 1)
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Writes ``faults-SERVER.md`` and ``.json`` after every row; 0 when every row went well and nothing is left."""
+    stem = directory / f"faults-{options.server}"
+    started = time.monotonic()
+    found: dict[str, RowResult] = {}
+    left: int | None = None
+
+    def write() -> list[RowResult]:
+        results = [found[row.name] for row in ROWS if row.name in found]
+        facts = {
+            "server": options.server,
+            "num_ranks": NUM_RANKS,
+            "seconds": time.monotonic() - started,
+            "left_at_the_end": left,
+        }
+        text = json.dumps(as_json(results, facts), indent=1) + "\n"
+        stem.with_suffix(".json").write_text(text, encoding="utf-8")
+        stem.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+        return results
+
+    with FaultBench(ServerKind(options.server), directory) as bench:
+        for row in sorted(ROWS, key=lambda row: ORDER.index(row.name)):
+            if row.name in options.rows:
+                found[row.name] = bench.run(row)
+                write()
+        left = bench.end_server()
+    results = write()
+    print(markdown(results))
+    say(f"took {time.monotonic() - started:.0f} s; {left} things left; {stem}.json")
+    for result in results:
+        for problem in result.problems:
+            say(f"{result.name}: {problem}")
+    return _FAILED if left or any(result.problems for result in results) else 0
+
+
+class FaultBench(BenchServers):
+    """Owns every process that the rows start: one server, and one learner after another."""
+
+    def __init__(self, kind: ServerKind, directory: Path, program: Program | None = None) -> None:
+        """``program`` serves in place of ``kind``'s."""
+        super().__init__(directory)
+        self._kind = kind
+        self._program = program
+        self._directory = directory
+        self._rows: Path | None = None
+        self._server: TestedServer | None = None
+
+    def run(self, row: Row) -> RowResult:
+        """Runs one row; one that breaks says so in its result."""
+        if why_not := row.why_not(self._kind):
+            return RowResult(name=row.name, title=row.title, note=f"not possible here: {why_not}")
+        say(f"{self._kind}: {row.title}")
+        started = time.monotonic()
+        try:
+            result = self._run(row, started)
+        except ChildFailed as error:
+            say(f"{row.name} broke: {error}")
+            if self._server is not None:
+                self._server.kill()
+            return RowResult(
+                name=row.name, title=row.title, note=f"broke: {error}", seconds=time.monotonic() - started
+            )
+        say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
+        return result
+
+    def ready_server(self, *, foreign: bool = False) -> TestedServer:
+        """The server, answering; ``foreign``: with another model."""
+        if self._server is None:
+            switches = Switches(self._directory / "switches")
+            self._server = TestedServer(
+                self._kind, self.job, self.moment, lasting_port(), switches, self._program
+            )
+        server = self._server
+        server.switches.clear_all()
+        if foreign and server.is_alive:
+            server.kill()
+        if not server.is_alive:
+            server.start(write_foreign_model(self._directory) if foreign else STAGE1)
+        server.wait_until_it_answers()
+        return server
+
+    def start_job(
+        self, name: str, directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings
+    ) -> TrainingJob:
+        """A learner that is told ``ports``, of HTTP and of the weight group. Its caller ends it."""
+        assert self._server is not None
+        return TrainingJob(
+            f"{self._kind}-learner-{name}",
+            self.job,
+            self.moment,
+            directory,
+            rows,
+            ports,
+            self._server.switches,
+            settings,
+        )
+
+    def end_server(self) -> int:
+        """Ends the server; returns how much it left behind."""
+        if self._server is None:
+            return 0
+        self._server.end()
+        return self._server.what_is_left().num
+
+    def _run(self, row: Row, started: float) -> RowResult:
+        server = self.ready_server(foreign=row.foreign)
+        directory = self._directory / row.name
+        with ExitStack() as stack:
+            proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
+            port = proxy.port if proxy else server.port
+            (group_port,) = free_ports(1)
+            job = self.start_job(row.name, directory, self._rows_of(row), (port, group_port), row.settings)
+            stack.callback(job.end)
+            scene = Scene(server, job, server.switches, proxy)
+            if not row.foreign:
+                scene.warm_up()
+            row.commit(scene)
+            scene.wait_until_healed()
+            status = job.stop()
+            job_left = job.what_is_left()
+        return RowResult(
+            name=row.name,
+            title=row.title,
+            report=report(job.records, job.account(), scene.moments),
+            exit_status=status,
+            left=_together(job_left, server.what_the_killed_left()),
+            seconds=time.monotonic() - started,
+        )
+
+    def _rows_of(self, row: Row) -> Path:
+        if self._rows is None:
+            self._rows = write_rows(self._directory)
+        return write_poisonous_rows(self._rows) if row.poison else self._rows
+
+
+def _together(*parts: Leftovers) -> Leftovers:
+    return Leftovers(
+        tuple(name for part in parts for name in part.processes),
+        tuple(port for part in parts for port in part.ports),
+        tuple(dict.fromkeys(name for part in parts for name in part.shared_memory)),
+    )
+
+
+def write_rows(directory: Path) -> Path:
+    """Sound scenes; returns their JSONL."""
+    return write_dataset(directory / "scenes", SceneKind.SHAPES, NUM_SCENES, Split.TRAIN, _SEED)
+
+
+def write_poisonous_rows(rows: Path) -> Path:
+    """The same scenes, but that one row's image is no image; returns another JSONL beside the first."""
+    lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    source = SampleSource(lines, rank=0, world_size=NUM_RANKS, seed=_SEED)
+    index = source.draw(POISON_POSITION + 1)[-1].key.index
+    image = rows.parent / "poison.png"
+    whole = Path(lines[index]["images"][0]).read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])  # its head is sound, so that no check at the start refuses it
+    lines[index]["images"] = [str(image)]
+    poisoned = rows.parent / "poisoned_rows.jsonl"
+    poisoned.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return poisoned
+
+
+def write_foreign_model(directory: Path) -> Path:
+    """An untrained model of the same family with another width; returns its directory."""
+    from swift_stage2.compat import declare_operators
+
+    declare_operators()  # before transformers imports torchvision
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    foreign = directory / "foreign_model"
+    shutil.copytree(STAGE1, foreign, ignore=shutil.ignore_patterns("*.safetensors"))
+    config: Any = Qwen2_5_VLConfig.from_pretrained(STAGE1)
+    config.text_config.intermediate_size //= 2
+    torch.manual_seed(_SEED)
+    model: Any = Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(foreign)
+    return foreign

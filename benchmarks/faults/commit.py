@@ -1,0 +1,172 @@
+"""What commits a fault inside learner and server, and the switches by which the bench tells them which.
+
+A switch is a small text in a file of one directory, which appears whole or not at all. Used by the bench's process, by
+the learner's plugin, which gives the learner a transport and a disk that fail on demand, and by ``faulty_server``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+import torch
+
+from swift_stage2.errors import UserError
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.whole_file import write_whole
+
+VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
+
+# --- names, and who reads them ------------------------------------------------------------------
+PUSH = "push"  # learner: what its transport does to the weights of a round, a ``PushFault``
+PUSH_HELD = "push_held"  # bench: the second bucket waits
+PUSH_RELEASED = "push_released"  # learner: let it go
+SLOW_DISK = "slow_disk"  # learner: seconds that every write of its audit and ledger takes longer
+INSTALL = "install"  # our server: an ``InstallFault``
+INSTALL_SEEN = "install_seen"  # bench: the one that its engine commits now
+
+_POLL_S = 0.02
+LONGEST_WRITE_S = 0.2
+_HELD_BUCKET = 1
+_LONGEST_HOLD_S = 30.0
+
+
+class Switches:
+    """The switches of one job or one server."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def from_environment(cls) -> Switches:
+        """As the bench passed them on. Raises UserError outside the bench."""
+        path = os.environ.get(VARIABLE)
+        if not path:
+            raise UserError(f"{VARIABLE} must name a directory, got none; swift-stage2 bench faults sets it")
+        return cls(Path(path))
+
+    def set(self, name: str, text: str = "on") -> None:
+        """Turns a switch on."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_whole(self.directory / name, text)
+
+    def clear(self, *names: str) -> None:
+        """Turns switches off; those that are off stay so."""
+        for name in names:
+            (self.directory / name).unlink(missing_ok=True)
+
+    def clear_all(self) -> None:
+        """Turns every switch off."""
+        self.clear(*(path.name for path in self.directory.glob("*")))
+
+    def read(self, name: str) -> str:
+        """The text of a switch; empty when it is off."""
+        try:
+            return (self.directory / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def wait(self, name: str, timeout_s: float) -> bool:
+        """Waits until a switch is on; False when it was not in time."""
+        end = time.monotonic() + timeout_s
+        while not self.read(name):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class PushFault(StrEnum):
+    """What happens to the weights of a round on their way."""
+
+    HOLD = "hold"  # the second bucket waits until the bench lets it go
+    ZEROS = "zeros"  # announced honestly, but zeros are sent
+    REPEAT = "repeat"  # the round before is sent once more: weights that do not move
+
+
+class PushHistory:
+    """The buckets of the present and of the last round; outlives transports, which may be made anew for each.
+
+    Two sets of buffers take turns: memory that comes and goes with every round would look like a leak of the learner.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[torch.Tensor] = []
+        self.present: list[torch.Tensor] = []
+
+    def begin_round(self) -> None:
+        self.last, self.present = self.present, self.last
+
+    def keep(self, number: int, flat: torch.Tensor) -> None:
+        """Copies one bucket of the present round; ``number`` counts from 0."""
+        if number < len(self.present) and self.present[number].shape == flat.shape:
+            self.present[number].copy_(flat)
+        else:
+            self.present[number:] = [flat.clone()]
+
+
+class FaultyTransport:
+    """A real transport; ``switches`` say what becomes of what it is given."""
+
+    def __init__(self, real: WeightTransport, switches: Switches, history: PushHistory) -> None:
+        self._real = real
+        self._switches = switches
+        self._history = history
+        self._num_sent = 0
+
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+        self._num_sent = 0
+        self._history.begin_round()
+        self._real.open(session, endpoint, deadline)
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        fault, number = self._switches.read(PUSH), self._num_sent
+        self._num_sent += 1
+        if fault == PushFault.HOLD and number == _HELD_BUCKET:
+            self._switches.set(PUSH_HELD)
+            self._switches.wait(PUSH_RELEASED, _LONGEST_HOLD_S)
+        elif fault == PushFault.ZEROS:
+            flat = torch.zeros_like(flat)
+        elif fault == PushFault.REPEAT:
+            flat = self._history.last[number]
+        self._history.keep(number, flat)
+        self._real.send(flat, deadline)
+
+    def is_lost(self) -> bool:
+        return self._real.is_lost()
+
+    def close(self, deadline: Deadline) -> None:
+        self._real.close(deadline)
+
+
+class SlowDisk:
+    """``write`` is ``os.write``, after the wait that the switch asks for."""
+
+    def __init__(self, switches: Switches) -> None:
+        self._switches = switches
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        """Waits at most ``LONGEST_WRITE_S``; returns the number of bytes written."""
+        if seconds := self._switches.read(SLOW_DISK):
+            time.sleep(min(float(seconds), LONGEST_WRITE_S))
+        return os.write(descriptor, data)
+
+
+@contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """SIGSTOP for the length of a block and SIGCONT after it, also when the block raises."""
+    try:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -1,0 +1,234 @@
+"""``swift-stage2 bench soak``: one long two-rank run, faults of every kind at random steps, and what it came to.
+
+The run ends by itself after its last step. Faults come one after another, each once the one before has healed; memory,
+threads and file descriptors of both ranks are looked at every few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults.bench import FaultBench, check, write_rows
+from benchmarks.faults.commit import SLOW_DISK, stopped
+from benchmarks.faults.proxy import FaultProxy, ReplyFault
+from benchmarks.faults.scene import START_S, Scene
+from benchmarks.faults.server import TestedServer
+from benchmarks.faults.soak_plan import FaultKind, PlannedFault, plan_faults
+from benchmarks.faults.soak_report import (
+    CommittedFault,
+    RankSample,
+    SoakReport,
+    kind_reports,
+    num_lost,
+    num_trained_twice,
+    parts_of,
+    trends_of,
+)
+from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob, Victim
+from benchmarks.results import publish, say
+from benchmarks.servers import ServerKind
+from swift_stage2.demo.demo_config import free_ports
+from swift_stage2.errors import ChildFailed
+from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+
+__all__ = ["check", "run"]
+_FAILED = 1
+_SAMPLE_EVERY_STEPS = 10
+_LONGEST_STEP_S = 10.0  # on average, while the soak waits for a step
+_END_DEADLINE_S = 180.0  # of the last save and the shutdown
+_NUM_SAVES = 4
+_KILL_ROOM_STEPS = {
+    ServerKind.TRANSFORMERS: 100,
+    ServerKind.VLLM: 300,  # it loads for minutes beside two ranks on two cores
+    ServerKind.STOCK: 300,
+}
+_REPLY_FAULTS = {
+    FaultKind.LATE_REPLIES: ReplyFault.DELAY,
+    FaultKind.HTTP_500: ReplyFault.HTTP_500,
+    FaultKind.CUT_REPLY: ReplyFault.CUT,
+}
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Soaks; 0 when nothing was lost and nothing rises. Raises ChildFailed when the server did not answer at first."""
+    kind = ServerKind(options.server)
+    faults = plan_faults(
+        options.seed, options.steps, num_ranks=NUM_RANKS, kill_room_steps=_KILL_ROOM_STEPS[kind]
+    )
+    started = time.monotonic()
+    with FaultBench(kind, directory) as bench, _Soak(bench, directory, options.steps) as soak:
+        soak.run(faults)
+        report = soak.report(len(faults))
+    problems = report.problems(options.steps)
+    facts = {
+        "server": options.server,
+        "seed": options.seed,
+        "seconds": time.monotonic() - started,
+        "problems": problems,
+        "plan": [asdict(fault) for fault in faults],
+        "faults": [asdict(fault) for fault in soak.committed],
+        "samples": [asdict(sample) for sample in soak.samples],
+        **asdict(report),
+    }
+    publish(directory, "soak", facts, *parts_of(report))
+    for problem in problems:
+        say(problem)
+    say(f"took {facts['seconds']:.0f} s")
+    return _FAILED if problems else 0
+
+
+class _Soak:
+    """The run, its server and the proxy between them."""
+
+    def __init__(self, bench: FaultBench, directory: Path, num_steps: int) -> None:
+        self.committed: list[CommittedFault] = []
+        self.samples: list[RankSample] = []
+        self._bench = bench
+        self._num_steps = num_steps
+        self._server: TestedServer = bench.ready_server()
+        self._proxy = FaultProxy(self._server.port)
+        (group_port,) = free_ports(1)
+        swift = {
+            "max_steps": num_steps,
+            "save_steps": max(1, num_steps // _NUM_SAVES),
+            "save_total_limit": 2,
+            "learning_rate": 1e-4,  # the model must still answer well after the last step
+        }
+        self._job: TrainingJob = bench.start_job(
+            "soak",
+            directory / "job",
+            write_rows(directory),
+            (self._proxy.port, group_port),
+            JobSettings(swift=swift),
+        )
+        self._job.watch = self._sample
+        self._next_sample = 1
+        self._exit_status: int | None = None
+        self._broke = ""
+
+    def __enter__(self) -> _Soak:
+        self._proxy.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._job.end()
+        self._proxy.__exit__(None, None, None)
+
+    def run(self, faults: Sequence[PlannedFault]) -> None:
+        """Trains to the last step; a run that hangs or ends early is ended, and ``report`` tells of it."""
+        try:
+            for number, fault in enumerate(faults, 1):
+                self._wait_for_step(fault.step)
+                self._suffer(fault)
+                say(f"{number} of {len(faults)}: {fault.kind} at step {self.committed[-1].step}, healed")
+            left_s = (self._num_steps - self._job.num_steps) * _LONGEST_STEP_S
+            self._exit_status = self._job.wait_until_it_ends(left_s + _END_DEADLINE_S)
+        except ChildFailed as error:
+            self._broke, self._exit_status = str(error), self._job.exit_status
+            self._job.end()
+
+    def report(self, num_planned: int) -> SoakReport:
+        """What the ended run came to. Ends the server."""
+        records = self._job.records
+        left = (
+            self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end_server()
+        )
+        has_ledger = any((self._job.run_dir / "ledger").glob("rank*.jsonl"))
+        ledgers = read_ledgers([self._job.run_dir]) if has_ledger else {}
+        account = account_of(ledgers) if has_ledger else None
+        kinds, num_disagreements = kind_reports(
+            records, self.committed, account or RunAccount(ranks=(), violations=())
+        )
+        return SoakReport(
+            num_planned=num_planned,
+            num_steps=self._job.num_steps,
+            exit_status=self._exit_status,
+            left=left,
+            kinds=kinds,
+            trends=trends_of(records, self.samples),
+            account=account,
+            lost=num_lost(account) if account else 0,
+            trained_twice=num_trained_twice(ledgers),
+            num_disagreements=num_disagreements,
+            broke=self._broke,
+        )
+
+    def _wait_for_step(self, step: int) -> None:
+        timeout_s = START_S + max(0, step - self._job.num_steps) * _LONGEST_STEP_S
+        self._job.wait_for(lambda: self._job.num_steps > step, f"step {step} begins", timeout_s)
+
+    def _suffer(self, fault: PlannedFault) -> None:
+        scene = Scene(self._server, self._job, self._server.switches, self._proxy)
+        step, hung = self._job.num_steps - 1, False
+        try:
+            commit(fault, scene)
+            scene.wait_until_healed()
+        except ChildFailed:
+            hung = self._job.exit_status is None
+            raise
+        finally:
+            self.committed.append(
+                CommittedFault(kind=fault.kind, step=step, moments=scene.moments, hung=hung)
+            )
+
+    def _sample(self) -> None:
+        step = self._job.num_steps
+        if step < self._next_sample:
+            return
+        self._next_sample = step + _SAMPLE_EVERY_STEPS
+        for rank, process in enumerate(self._job.processes_of(Victim.BOTH)):
+            try:
+                self.samples.append(_sample_of(rank, step, process))
+            except psutil.NoSuchProcess:
+                return  # the run is ending
+
+
+def _sample_of(rank: int, step: int, process: psutil.Process) -> RankSample:
+    memory = process.memory_full_info()
+    return RankSample(
+        rank=rank,
+        step=step,
+        rss=memory.rss,
+        uss=memory.uss,
+        num_threads=process.num_threads(),
+        num_fds=process.num_fds(),
+    )
+
+
+def commit(fault: PlannedFault, scene: Scene) -> None:
+    """Returns once nothing stands in the way of a proof any more.
+
+    Raises:
+        ChildFailed: the learner ended, or what the fault waits for did not come.
+    """
+    scene.mark_fault()
+    match fault.kind:
+        case FaultKind.KILL_SERVER:
+            scene.kill_server()
+            scene.job.wait_for_steps(fault.count)
+            scene.start_server()
+        case FaultKind.LATE_REPLIES | FaultKind.HTTP_500 | FaultKind.CUT_REPLY:
+            goal = len(scene.proxy.committed) + fault.count
+            for _ in range(fault.count):
+                scene.proxy.commit_next(_REPLY_FAULTS[fault.kind], delay_s=fault.seconds)
+            scene.wait_for(lambda: len(scene.proxy.committed) >= goal, f"{fault.count} replies are disturbed")
+        case FaultKind.SLOW_DISK:
+            scene.switches.set(SLOW_DISK, str(fault.seconds))
+            try:
+                scene.job.wait_for_steps(fault.count)
+            finally:
+                scene.switches.clear(SLOW_DISK)
+        case FaultKind.STOP_RANK:
+            with stopped(scene.job.processes_of((Victim.RANK_0, Victim.RANK_1)[fault.rank])):
+                scene.job.wait_s(fault.seconds)
+        case FaultKind.STOP_SERVER:
+            with stopped(scene.server.processes):
+                scene.job.wait_s(fault.seconds)
+    scene.mark_healed()

@@ -1,0 +1,280 @@
+"""The audits, ledgers and samples of a soak, turned into what its tables say: pure.
+
+What becomes of one fault is looked for between it and the next. Called by the soak.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from benchmarks.estimates import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
+from benchmarks.faults.accounting import FaultReport, Gap, Moments, gaps, num_disagreements, pause, report
+from benchmarks.faults.soak_plan import FaultKind
+from benchmarks.results import ResultTable
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger_account import RunAccount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedFault:
+    """One fault as it was committed. ``hung``: the learner ran, but what a wait waited for did not come in time."""
+
+    kind: FaultKind
+    step: int
+    moments: Moments
+    hung: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSample:
+    """One rank at one step; memory in bytes."""
+
+    rank: int
+    step: int
+    rss: int
+    uss: int
+    num_threads: int
+    num_fds: int
+
+
+class Quantity(StrEnum):
+    """What must stay flat."""
+
+    RSS = "RSS, MiB"
+    USS = "USS, MiB"
+    THREADS = "threads"
+    FDS = "file descriptors"
+    A_STEP = "A step, s"
+    B_STEP = "B step, s"
+
+
+TOLERANCES = {
+    Quantity.RSS: Tolerance(share=0.02),
+    Quantity.USS: Tolerance(share=0.02),
+    Quantity.THREADS: Tolerance(amount=1),
+    Quantity.FDS: Tolerance(amount=1),
+    Quantity.A_STEP: Tolerance(share=0.03),
+    Quantity.B_STEP: Tolerance(share=0.03),
+}
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindReport:
+    """All faults of one kind."""
+
+    kind: FaultKind
+    times: int
+    hangs: int
+    longest_wait_s: float
+    """In one A step of any rank: main thread neither computing nor in a round, beyond what is usual."""
+    longest_step_s: float
+    """On either channel, rounds apart: what a rank waits for in the gradients' exchange counts as computing."""
+    failed_posts: Mapping[str, int]
+    """By how they ended."""
+    steps_to_proof: tuple[int, ...]
+    unproven_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakReport:
+    """A whole soak."""
+
+    num_planned: int
+    num_steps: int
+    exit_status: int | None
+    left: int
+    kinds: tuple[KindReport, ...]
+    trends: Mapping[str, Mapping[Quantity, Trend | None]]
+    """By rank."""
+    account: RunAccount | None
+    """None where no ledger was begun."""
+    lost: int
+    trained_twice: int
+    num_disagreements: int
+    broke: str = ""
+    """What ended the soak early."""
+
+    def problems(self, wanted_steps: int) -> list[str]:
+        """What must not be; empty for a soak that went as it should."""
+        found = [self.broke] if self.broke else []
+        if self.account is None or not self.account.is_balanced:
+            found.append("the ledger does not balance")
+        committed = sum(kind.times for kind in self.kinds)
+        for what, number, right in (
+            ("the learner's exit status", self.exit_status, 0),
+            ("steps trained", self.num_steps, wanted_steps),
+            ("faults committed", committed, self.num_planned),
+            ("samples lost", self.lost, 0),
+            ("samples trained twice", self.trained_twice, 0),
+            ("steps on which ranks disagree", self.num_disagreements, 0),
+            ("rollouts taken of an unproven server", sum(kind.unproven_rollouts for kind in self.kinds), 0),
+            ("things left", self.left, 0),
+        ):
+            if number != right:
+                found.append(f"{what}: {number} instead of {right}")
+        judged = wanted_steps >= 2 * FEWEST_STEPS
+        for rank, trends in self.trends.items():
+            for quantity, each in trends.items():
+                if each is None and judged:
+                    found.append(f"{quantity} of rank {rank}: too few values")
+                elif each and each.verdict is Verdict.RISING:
+                    found.append(f"{quantity} of rank {rank} rises")
+        return found
+
+
+def kind_reports(
+    records: Sequence[Sequence[Record]], faults: Sequence[CommittedFault], account: RunAccount
+) -> tuple[tuple[KindReport, ...], int]:
+    """By kind what became of the faults, and the number of steps on which ranks disagree."""
+    starts = [fault.moments.fault for fault in faults]
+    found: list[_Found] = []
+    for fault, end in zip(faults, [*starts[1:], float("inf")], strict=True):
+        seen = [[record for record in part if record["time"] < end] for part in records]
+        ranks = [gaps(_steps(part)) for part in seen]
+        found.append(
+            _Found(
+                fault,
+                report(seen, account, fault.moments),
+                max(pause(every, [], fault.moments.fault, end).longest_wait_s for every in ranks),
+                max(_longest_step_s(every, fault.moments.fault) for every in ranks),
+            )
+        )
+    kinds = tuple(
+        _kind_report(kind, [each for each in found if each.fault.kind is kind])
+        for kind in FaultKind
+        if any(fault.kind is kind for fault in faults)
+    )
+    return kinds, num_disagreements(records)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What became of one fault."""
+
+    fault: CommittedFault
+    report: FaultReport
+    longest_wait_s: float
+    longest_step_s: float
+
+
+def _longest_step_s(every: Sequence[Gap], fault: float) -> float:
+    around = [gap for gap in every if gap.start + gap.seconds > fault]
+    return max((gap.seconds - gap.syncing_s for gap in around), default=0.0)
+
+
+def _kind_report(kind: FaultKind, found: Sequence[_Found]) -> KindReport:
+    failed: Counter[str] = Counter()
+    for each in found:
+        failed.update(each.report.failed_posts)
+    proofs = [each.report.steps_until_proof for each in found]
+    return KindReport(
+        kind=kind,
+        times=len(found),
+        hangs=sum(each.fault.hung for each in found),
+        longest_wait_s=max(0.0, *(each.longest_wait_s for each in found)),
+        longest_step_s=max(each.longest_step_s for each in found),
+        failed_posts=dict(failed),
+        steps_to_proof=tuple(steps for steps in proofs if steps is not None),
+        unproven_rollouts=sum(each.report.unproven_rollouts for each in found),
+    )
+
+
+def trends_of(
+    records: Sequence[Sequence[Record]], samples: Sequence[RankSample]
+) -> dict[str, dict[Quantity, Trend | None]]:
+    """By rank, the trend of everything that must stay flat."""
+    return {
+        str(rank): _trends(part, [s for s in samples if s.rank == rank]) for rank, part in enumerate(records)
+    }
+
+
+def _trends(records: Sequence[Record], samples: Sequence[RankSample]) -> dict[Quantity, Trend | None]:
+    steps = [sample.step for sample in samples]
+    series: dict[Quantity, tuple[list[int], list[float]]] = {
+        Quantity.RSS: (steps, [sample.rss / _MIB for sample in samples]),
+        Quantity.USS: (steps, [sample.uss / _MIB for sample in samples]),
+        Quantity.THREADS: (steps, [float(sample.num_threads) for sample in samples]),
+        Quantity.FDS: (steps, [float(sample.num_fds) for sample in samples]),
+    }
+    quiet = [gap for gap in gaps(_steps(records)) if gap.syncing_s == 0]
+    for quantity, channel in ((Quantity.A_STEP, "A"), (Quantity.B_STEP, "B")):
+        mine = [gap for gap in quiet if gap.channel == channel]
+        series[quantity] = ([gap.step for gap in mine], [gap.seconds for gap in mine])
+    return {quantity: trend(*series[quantity], TOLERANCES[quantity]) for quantity in Quantity}
+
+
+def num_trained_twice(ledgers: Mapping[int, Sequence[Record]]) -> int:
+    """Counted from the lines of a run without a resume, apart from the account."""
+    times = Counter(
+        (rank, sample[0], sample[1])
+        for rank, records in ledgers.items()
+        for record in records
+        if record["kind"] == Entry.TRAINED
+        for sample in record["samples"]
+    )
+    return sum(count - 1 for count in times.values())
+
+
+def num_lost(account: RunAccount) -> int:
+    """Drawn, but neither trained nor quarantined nor in hand."""
+    return sum(
+        rank.drawn - rank.trained - sum(rank.quarantined.values()) - sum(rank.in_hand.values())
+        for rank in account.ranks
+    )
+
+
+def parts_of(soak: SoakReport) -> list[ResultTable | str]:
+    """Both tables, and between them what the ledgers come to."""
+    ranks = soak.account.ranks if soak.account else ()
+    kinds = ResultTable(
+        "",
+        (
+            *("fault", "times", "hangs", "longest pause of channel A, s", "longest step of A or B, s"),
+            *("POSTs that failed", "steps to proof: median (max)", "rollouts of an unproven server"),
+        ),
+        [_kind_cells(each) for each in soak.kinds],
+    )
+    trends = ResultTable(
+        "",
+        ("rank", "quantity", "values", "median", "drift over 2,000 steps (95 %)", "tolerated", "verdict"),
+        [
+            (rank, quantity, *_trend_cells(each))
+            for rank, of in soak.trends.items()
+            for quantity, each in of.items()
+        ],
+    )
+    notes = [
+        f"Rank {rank.rank}: {rank.drawn} drawn = {rank.trained} trained + {sum(rank.quarantined.values())} quarantined "
+        f"+ {sum(rank.in_hand.values())} in hand; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
+        "lost."
+        for rank in ranks
+    ]
+    ends = (
+        f"Samples lost: {soak.lost}. Samples trained twice: {soak.trained_twice}. Things left: {soak.left}."
+    )
+    return [kinds, *notes, ends, trends]
+
+
+def _kind_cells(kind: KindReport) -> tuple[str, ...]:
+    failed = ", ".join(f"{number} {end}" for end, number in kind.failed_posts.items()) or "0"
+    proofs = kind.steps_to_proof
+    proof = f"{statistics.median(proofs):g} ({max(proofs)})" if proofs else "–"
+    waits = f"{kind.longest_wait_s:.2f}", f"{kind.longest_step_s:.2f}"
+    return kind.kind, str(kind.times), str(kind.hangs), *waits, failed, proof, str(kind.unproven_rollouts)
+
+
+def _trend_cells(each: Trend | None) -> tuple[str, ...]:
+    if each is None:
+        return ("too few", *[""] * 4)
+    drift = f"{each.drift:+.3g} ({each.low:+.3g}..{each.high:+.3g})"
+    return str(each.num_values), f"{each.median:.4g}", drift, f"{each.tolerated:.3g}", each.verdict
+
+
+def _steps(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["kind"] == "step"]

@@ -1,0 +1,302 @@
+"""The learner of one row: two torchrun ranks on the tiny model, followed through their audits while they train.
+
+The job has no last step of its own: the row stops it, as SIGTERM stops any run, at a step on which all ranks
+agree, with a checkpoint. Called by the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.clocks import PLUGINS
+from benchmarks.faults.commit import VARIABLE, Switches
+from benchmarks.faults.server import Leftovers, kill_all, look, tree_of
+from swift_stage2.config import Proof, load_config
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
+from swift_stage2.errors import ChildFailed
+from swift_stage2.launch.job import Job
+from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.plan import plan_launch
+from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.launch.shared_memory import mapped_by
+from swift_stage2.telemetry.audit import Record, audit_path
+from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.live_state import AuditTail
+
+NUM_RANKS = 2
+_STEPS_THAT_NO_ROW_REACHES = 5000
+_STOP_DEADLINE_S = 120.0
+_WATCH_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """What differs between rows."""
+
+    num_ranks: int = NUM_RANKS
+    request_timeout_s: float = 60.0
+    max_inflight_per_server: int = 16
+    b_ratio: float = 0.5
+    proof: Proof = Proof.AUTO
+    swift: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments for ms-swift."""
+
+
+class Victim(StrEnum):
+    """Who of a job is killed."""
+
+    RANK_0 = "rank 0"
+    RANK_1 = "rank 1"
+    BOTH = "both ranks"
+    JOB = "ranks and torchrun"
+
+
+class TrainingJob:
+    """One real training run. ``records`` holds what its ranks have written so far."""
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        moment: Callable[[], None],
+        directory: Path,
+        rows: Path,
+        ports: tuple[int, int],
+        switches: Switches,
+        settings: JobSettings,
+    ) -> None:
+        """``moment`` waits a little, and raises when the bench is to end. ``ports`` are those that the learner is
+        told: of HTTP and of the weight group."""
+        self.directory = directory
+        self.records: list[list[Record]] = [[] for _ in range(settings.num_ranks)]
+        self.group_port = ports[1]
+        self.shared_memory: set[str] = set()
+        self.watch: Callable[[], None] = lambda: None
+        """Called at every step(), once what was written is taken in."""
+        self._moment = moment
+        config_path = _write_config(directory, rows, ports, settings)
+        plan = plan_launch(
+            load_config(config_path),
+            config_path,
+            {**os.environ, **CHILD_ENVIRONMENT, VARIABLE: str(switches.directory)},
+        )
+        self._config_path = config_path
+        self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(settings.num_ranks)]
+        assert plan.learner is not None
+        self._tree: ProcessTree = job.start(replace(plan.learner, name=name))
+        self._seen: list[psutil.Process] = []
+        self._watched_at = 0.0
+
+    @property
+    def run_dir(self) -> Path:
+        """ms-swift's output directory."""
+        return self.directory / "run"
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._tree.poll()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that rank 0 has begun."""
+        return len(self.of_kind("step"))
+
+    def of_kind(self, kind: str, rank: int = 0) -> list[Record]:
+        """One rank's records of one kind, oldest first."""
+        return [record for record in self.records[rank] if record["kind"] == kind]
+
+    def all_of_kind(self, *kinds: str) -> list[Record]:
+        """All ranks' records of some kinds, oldest first."""
+        found = [record for records in self.records for record in records if record["kind"] in kinds]
+        return sorted(found, key=lambda record: float(record["time"]))
+
+    def step(self) -> None:
+        """Waits a moment and takes in what was written."""
+        self._moment()
+        for tail, records in zip(self._tails, self.records, strict=True):
+            records.extend(tail.read())
+        if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
+            self._watched_at = time.monotonic()
+            self._seen = tree_of(self._tree.pid)[1:] or self._seen
+            self.shared_memory |= mapped_by(self._seen)
+        self.watch()
+
+    def wait_for(self, holds: Callable[[], object], what: str, timeout_s: float) -> None:
+        """Trains on until something holds.
+
+        Raises:
+            ChildFailed: the learner ended first, or it took too long.
+        """
+        end = time.monotonic() + timeout_s
+        self.step()
+        while not holds():
+            if self._tree.poll() is not None:
+                raise ChildFailed(
+                    f"the learner must train until {what}, it ended with status {self._tree.poll()}: "
+                    f"{last_cause(self._tree.log_path)}; see {self._tree.log_path}"
+                )
+            if time.monotonic() >= end:
+                raise ChildFailed(
+                    f"{what}: it did not happen within {timeout_s:.0f} s; see {self._tree.log_path}"
+                )
+            self.step()
+
+    def wait_for_steps(self, count: int, timeout_s: float = 180.0) -> None:
+        """Trains ``count`` steps more."""
+        goal = self.num_steps + count
+        self.wait_for(lambda: self.num_steps >= goal, f"{count} more steps", timeout_s)
+
+    def wait_s(self, seconds: float) -> None:
+        """Lets the job run on, or be over, for a while."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.step()
+
+    def kill(self, victim: Victim, deadline_s: float) -> float | None:
+        """SIGKILL; returns after how many seconds nothing of the job was left, None if that took too long."""
+        started = time.monotonic()
+        # Before torchrun has started it, there is no rank to kill.
+        for process in self.processes_of(victim) or self.processes_of(Victim.JOB):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        while self._tree.poll() is None:
+            self.step()
+            if time.monotonic() >= started + deadline_s:
+                return None
+        self.step()
+        return time.monotonic() - started
+
+    def stop(self) -> int:
+        """SIGTERM to one rank, as a scheduler would; returns the exit status of the whole job."""
+        for process in self.processes_of(Victim.RANK_0):
+            process.send_signal(signal.SIGTERM)
+        return self.wait_until_it_ends(_STOP_DEADLINE_S)
+
+    def wait_until_it_ends(self, timeout_s: float) -> int:
+        """Waits for the whole job; returns its exit status.
+
+        Raises:
+            ChildFailed: it took too long.
+        """
+        end = time.monotonic() + timeout_s
+        while (status := self._tree.poll()) is None:
+            self.step()
+            if time.monotonic() >= end:
+                raise ChildFailed(
+                    f"the learner must end within {timeout_s:.0f} s; see {self._tree.log_path}: "
+                    f"{last_cause(self._tree.log_path)}"
+                )
+        self.step()
+        return status
+
+    def end(self) -> None:
+        """Whatever it takes to be rid of it."""
+        if self._tree.poll() is None:
+            kill_all(lambda: tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
+            self._tree.ask_to_end()
+            end = time.monotonic() + _STOP_DEADLINE_S
+            while self._tree.poll() is None and time.monotonic() < end:
+                self._moment()
+
+    def processes_of(self, victim: Victim) -> list[psutil.Process]:
+        """Those that run now; ranks in order."""
+        below = tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
+        ranks = sorted(
+            (process for process in below if _is_rank(process, self._config_path)),
+            key=lambda p: p.create_time(),
+        )
+        match victim:
+            case Victim.RANK_0:
+                return ranks[:1]
+            case Victim.RANK_1:
+                return ranks[1:2]
+            case Victim.BOTH:
+                return ranks
+            case Victim.JOB:
+                return below
+
+    def what_is_left(self) -> Leftovers:
+        """Of a job that has ended: what it left behind."""
+        return look(self._seen, (self.group_port,), self.shared_memory, patience_s=10.0)
+
+    def account(self) -> RunAccount:
+        """What the ledgers of all ranks come to.
+
+        Raises:
+            ChildFailed: the learner saved no checkpoint when it was stopped.
+        """
+        if not list(self.run_dir.glob("checkpoint-*")):
+            raise ChildFailed(
+                f"the learner must save a checkpoint when it is stopped; see {self._tree.log_path}"
+            )
+        return account_of(read_ledgers([self.run_dir]))
+
+
+def after(records: Iterable[Record], moment: float) -> list[Record]:
+    """Those written at ``moment`` or later."""
+    return [record for record in records if record["time"] >= moment]
+
+
+def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings) -> Path:
+    swift = {
+        "per_device_train_batch_size": 2,
+        "dataset_shuffle": False,  # the poisonous row must stay where it was put; the streams shuffle anyway
+        "learning_rate": 3e-4,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "report_to": ["none"],
+        **settings.swift,
+    }
+    job = DemoJob(
+        directory=directory,
+        rows=rows,
+        num_steps=_STEPS_THAT_NO_ROW_REACHES,
+        b_ratio=settings.b_ratio,
+        num_ranks=settings.num_ranks,
+        plugins=(PLUGINS / "faults.py",),
+        swift=swift,
+    )
+    config = config_of(job, ports)
+    del config["launch"]["servers"]
+    config["stage2_ab"]["channel_b"] |= {
+        "max_truncated_ratio": 1.0,
+        "packing": {"packing_length": 256, "packing_min_fill_ratio": 0.5},
+        "prefetch": {
+            "queue_limit": 6,
+            "version_window": 3,
+            "sync_every_steps": 4,
+            "prefetch_target_packs": 4,
+        },
+    }
+    config["rollout"] |= {
+        "decoding": {"max_new_tokens": 100},
+        "max_inflight_per_server": settings.max_inflight_per_server,
+        "request_timeout_s": settings.request_timeout_s,
+        "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value},
+    }
+    config["control_timeout_s"] = 240.0 + settings.request_timeout_s
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.yaml"
+    path.write_text(write_yaml(config), encoding="utf-8")
+    return path
+
+
+def _is_rank(process: psutil.Process, config_path: Path) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    return str(config_path.absolute()) in command and "torch.distributed.run" not in command

@@ -1,0 +1,162 @@
+"""Training runs of the tiny model beside a stand-in server, ours and ms-swift's own GRPO, and what their clocks read.
+
+One rank, one torch thread, everything on loopback. Called by the benches interference, overlap and peer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
+from benchmarks.plugins.pipeline import PIPELINE_VARIABLE, WAITS_FILE
+from swift_stage2.config import Preprocessing, load_config
+from swift_stage2.config.swift_arguments import as_argv
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
+from swift_stage2.telemetry.audit import Record, audit_path
+
+GRPO_CLOCK = "stage2_grpo_clock"
+"""Of the callback in ``plugins/grpo.py``."""
+REWARD = "stage2_object_count"
+ROLLOUT_NS = "rollout_ns"
+"""Column of GRPO's clock: main thread in the rollout call, or waiting for one that another thread made."""
+PUSH_NS = "push_ns"
+"""Column of GRPO's clock: main thread in ms-swift's push of weights."""
+MICRO_BATCH = 7
+"""Completions of a forward: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny model's."""
+COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
+_UNATTENDED: Mapping[str, Any] = {
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "lr_scheduler_type": "constant",
+}
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One training run. ``ports`` are those of the server's HTTP and of its weight group."""
+
+    name: str
+    directory: Path
+    rows: Path
+    num_steps: int
+    ports: tuple[int, int]
+    b_ratio: float = 0.0
+    pipeline: str = ""
+    """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
+    prefetch: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the demo's section ``prefetch``."""
+    preprocessing: Preprocessing = Preprocessing.PROCESS
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRecords:
+    """What one run left behind; ``waits`` are the seconds that an inline run's steps waited, by step."""
+
+    clock: Clock
+    audit: list[Record]
+    waits: Mapping[int, float] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Audit records of one kind, oldest first."""
+        return [record for record in self.audit if record["kind"] == kind]
+
+
+def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
+    """Trains ours to the end.
+
+    Raises:
+        ChildFailed: it did not end well, or not in time.
+    """
+    _train(children, arm, "swift_stage2", "train", str(write_arm_config(arm)))
+    audit = _json_lines(audit_path(arm.directory / "run", 0))
+    waits = {line["step"]: line["seconds"] for line in _json_lines(arm.directory / WAITS_FILE)}
+    return ArmRecords(read_clock(arm.directory), audit, waits)
+
+
+def run_grpo(children: ChildRuns, arm: Arm, *, asynchronous: bool) -> Clock:
+    """Trains ms-swift's GRPO to the end, by its ``async_generate`` or not. Raises as ``run_arm``."""
+    _train(
+        children,
+        arm,
+        "benchmarks.swift_program",
+        "rlhf",
+        *as_argv(grpo_arguments(arm, asynchronous=asynchronous)),
+    )
+    return read_clock(arm.directory)
+
+
+def write_arm_config(arm: Arm) -> Path:
+    """The YAML of ours, checked."""
+    plugins = ["clocks.py", *(["pipeline.py"] if arm.pipeline else [])]
+    job = _job(arm, plugins, {"callbacks": [THREAD_CLOCK]})
+    config = config_of(job, arm.ports)
+    config["launch"].pop("servers", None)
+    if arm.b_ratio > 0:
+        config["stage2_ab"]["channel_b"]["prefetch"] |= arm.prefetch
+        config["stage2_ab"]["channel_b"]["preprocessing"] = arm.preprocessing.value
+        # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
+        config["rollout"]["sync"] = {"timeout_s": 60.0, "proof": "checksum"}
+    job.directory.mkdir(parents=True, exist_ok=True)
+    job.config_path.write_text(write_yaml(config), encoding="utf-8")
+    load_config(job.config_path)
+    return job.config_path
+
+
+def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
+    """ms-swift's arguments: the demo's where they mean the same, and of GRPO only what it cannot run without."""
+    swift = {
+        "callbacks": [GRPO_CLOCK],
+        "rlhf_type": "grpo",
+        "per_device_train_batch_size": MICRO_BATCH,
+        "num_generations": MICRO_BATCH,
+        "reward_funcs": [REWARD],
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_host": "127.0.0.1",
+        "vllm_server_port": arm.ports[0],
+        "vllm_server_group_port": arm.ports[1],
+        "async_generate": asynchronous,
+    }
+    job = _job(arm, ["grpo.py"], swift)
+    arguments: dict[str, Any] = config_of(job, arm.ports)["swift"]
+    return arguments | {"max_completion_length": job.max_new_tokens}
+
+
+def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
+    return DemoJob(
+        directory=arm.directory,
+        rows=arm.rows,
+        num_steps=arm.num_steps,
+        b_ratio=arm.b_ratio,
+        num_ranks=1,
+        plugins=tuple(PLUGINS / name for name in plugins),
+        swift={**_UNATTENDED, **swift},
+    )
+
+
+def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
+    arm.directory.mkdir(parents=True, exist_ok=True)
+    chosen = {PIPELINE_VARIABLE: arm.pipeline} if arm.pipeline else {}
+    place = {DIRECTORY_VARIABLE: str(arm.directory)}
+    children.run(
+        arm.name,
+        (*_TORCHRUN, *words),
+        log_dir=arm.directory / "logs",
+        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * arm.num_steps,
+        environment={**CHILD_ENVIRONMENT, **place, **chosen, **arm.environment},
+    )
+
+
+def _json_lines(path: Path) -> list[Any]:
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )

@@ -1,0 +1,154 @@
+"""``swift-stage2 bench merge``: requests/s of one server at several client ranks, with and without merging.
+
+Every cell asks the same number of image requests, split evenly over the ranks, one POST per rank, all at once;
+with one rank that is the single call which the others are compared with. Systems take turns within a
+repetition, and no picture comes twice, so that no cache answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.benches import MERGED, NAIVE
+from benchmarks.client_ranks import ClientRanks
+from benchmarks.estimates import Spread
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import BenchServers, ServerKind
+from swift_stage2.demo.demo_config import free_ports
+from swift_stage2.demo.grounding_dataset import PROMPT
+from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
+from swift_stage2.errors import UserError
+from swift_stage2.servers import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One repetition of one system at one number of ranks."""
+
+    system: str
+    num_ranks: int
+    repetition: int
+    seconds: float
+    num_requests: int
+    num_tokens: int
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.num_requests / self.seconds
+
+
+def check(options: argparse.Namespace) -> None:
+    """Every rank asks as much as the others."""
+    if any(options.requests % ranks for ranks in options.ranks):
+        raise UserError(
+            f"--requests must be a multiple of every number of ranks, got requests={options.requests} "
+            f"ranks={options.ranks}"
+        )
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Raises UserError when something is not installed, ChildFailed when a server or a client rank did not answer."""
+    cells: list[Cell] = []
+    with BenchServers(directory / "logs") as servers, ClientRanks(max(options.ranks)) as clients:
+        systems = _start(servers, options.systems, options.requests)
+        pictures = count()
+        for base_url in systems.values():  # first calls compile and allocate
+            clients.post(base_url, _bodies(pictures, options.requests, 1))
+        for repetition in range(options.repeats):
+            for num_ranks in options.ranks:
+                bodies = _bodies(pictures, options.requests, num_ranks)
+                for system, base_url in list(systems.items())[:: -1 if repetition % 2 else 1]:
+                    # The merger stands before the stock server itself: with its own pictures no cache answers.
+                    own = _bodies(pictures, options.requests, num_ranks) if system == MERGED else bodies
+                    posted = clients.post(base_url, own)
+                    seconds = max(each.ended_s for each in posted) - min(each.started_s for each in posted)
+                    num_tokens = sum(each.num_tokens for each in posted)
+                    cells.append(Cell(system, num_ranks, repetition, seconds, options.requests, num_tokens))
+            say(f"repetition {repetition + 1} of {options.repeats}")
+    publish(directory, "merge", [asdict(cell) for cell in cells], merge_table(cells))
+    return 0
+
+
+def merge_table(cells: Sequence[Cell]) -> ResultTable:
+    """Median requests/s, and in brackets the median ratio to the same system's single call of the repetition."""
+    ranks = sorted({cell.num_ranks for cell in cells})
+    rows = []
+    for system in dict.fromkeys(cell.system for cell in cells):
+        row = [system]
+        for num_ranks in ranks:
+            rate = np.median([cell.requests_per_s for cell in _of(cells, system, num_ranks)])
+            ratios = ratios_to_single_call(cells, system, num_ranks)
+            found = Spread.of(ratios or [float("nan")])
+            beside = f" ({found.median:.2f}; {found.low:.2f}..{found.high:.2f})" if num_ranks > 1 else ""
+            row.append(f"{rate:.1f}{beside}")
+        rows.append(tuple(row))
+    return ResultTable(
+        f"requests/s, {cells[0].num_requests} image requests (ratio to one single call)",
+        ("system", *(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}" for num_ranks in ranks)),
+        rows,
+    )
+
+
+def ratios_to_single_call(cells: Sequence[Cell], system: str, num_ranks: int) -> list[float]:
+    """Rate at ``num_ranks`` over the rate at one rank of the same repetition; empty without such calls."""
+    single = {cell.repetition: cell.requests_per_s for cell in _of(cells, system, 1)}
+    return [
+        cell.requests_per_s / single[cell.repetition]
+        for cell in _of(cells, system, num_ranks)
+        if cell.repetition in single
+    ]
+
+
+def _of(cells: Sequence[Cell], system: str, num_ranks: int) -> list[Cell]:
+    return [cell for cell in cells if cell.system == system and cell.num_ranks == num_ranks]
+
+
+def _start(servers: BenchServers, names: Sequence[str], num_requests: int) -> Mapping[str, str]:
+    """Base URL by system, in the order of ``names``."""
+    found: dict[str, str] = {}
+    if {NAIVE, MERGED} & set(names):
+        found[NAIVE] = servers.start(ServerKind.STOCK, max_batch_size=num_requests).base_url
+    if MERGED in names:
+        (port,) = free_ports(1)
+        place = ("--port", str(port), "--max-batch-size", str(num_requests))
+        merger = ("-m", "swift_stage2", "merge", "--upstream", found[NAIVE], *place)
+        found[MERGED] = f"http://127.0.0.1:{port}"
+        tree = servers.start_process("merger", (sys.executable, "-u", *merger))
+        servers.await_answer(found[MERGED], tree)
+    for kind in (ServerKind.VLLM, ServerKind.TRANSFORMERS):
+        if kind in names:
+            found[kind.value] = servers.start(kind, max_batch_size=num_requests).base_url
+    return {name: found[name] for name in names}
+
+
+def _bodies(pictures: Iterator[int], num_requests: int, num_ranks: int) -> list[bytes]:
+    """One ``/infer/`` body per rank, of pictures that nobody has seen."""
+    requests = [_request(next(pictures)) for _ in range(num_requests)]
+    config = protocol.request_config(
+        max_new_tokens=96, temperature=1.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+    )
+    share = len(requests) // num_ranks
+    parts = [requests[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+    return [
+        json.dumps({"infer_requests": part, "request_config": config | {"seed": 1 + 4096 * rank}}).encode()
+        for rank, part in enumerate(parts)
+    ]
+
+
+def _request(number: int) -> dict[str, Any]:
+    scene = make_scene(SceneKind.SHAPES, scene_seed(Split.TRAIN, number, stream=7))
+    stream = io.BytesIO()
+    scene.image.save(stream, "PNG")
+    image = base64.b64encode(stream.getvalue()).decode()
+    return {"messages": [{"role": "user", "content": PROMPT}], "images": [image]}

@@ -1,0 +1,205 @@
+"""``swift-stage2 bench overhead``: what the trainer costs while channel B is off, against plain ``swift sft``.
+
+Both arms get the same arguments, data and plugin. They train at the same time, each on its own half of the cores,
+and change halves from pair to pair, so that a machine whose speed changes changes it for both; or, with
+``--in-turns``, one after the other on all cores. Besides whole steps, the time in our hooks is measured directly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, read_clock
+from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
+from benchmarks.results import ResultTable, publish, say
+from swift_stage2.config import load_config
+from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, Child, ChildRuns
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
+from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
+from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.errors import ChildFailed
+from swift_stage2.launch.cores import split_cores
+
+NUM_WARMUP = 5
+_LEAST_STEPS = NUM_WARMUP + 2
+HOOKS_BUDGET = 0.01
+STEP_BUDGET = 1.03
+
+
+Clock = dict[str, list[int]]
+"""What the plugin wrote on rank 0: ``end_ns`` and running totals, one entry per step."""
+
+
+class ArmName(StrEnum):
+    """Which program trains."""
+
+    PLAIN = "plain"
+    """``swift sft`` itself."""
+    OURS = "ours"
+    """``swift_stage2 train`` with b_ratio 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookShare:
+    """Time in our hooks on rank 0, as a share of the steps it was measured in."""
+
+    hooks: float
+    """Our own code: planning, counting, audit, TensorBoard."""
+    agree: float
+    """The control group's all-reduces, in which a rank also waits for the slower one."""
+    median_hooks_ms: float
+    """Per step, without the all-reduces."""
+    median_agree_ms: float
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Runs all pairs. Raises ChildFailed when an arm did not end well, or the arms hardly trained at the same time."""
+    started = time.monotonic()
+    clocks: dict[ArmName, list[Clock]] = {arm: [] for arm in ArmName}
+    job = _job(directory, options.steps, options.ranks)
+    write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
+    with ChildRuns() as children:
+        for pair in range(options.repeats):
+            arms = order_of_arms(pair)
+            say(f"pair {pair + 1} of {options.repeats}: {', '.join(arms)}")
+            run_arms = _run_in_turns if options.in_turns else _run_together
+            for arm, clock in run_arms(children, arms, job, directory / f"pair{pair}").items():
+                clocks[arm].append(clock)
+    seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
+    ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
+    facts = {"ratio": asdict(ratio), "hooks": asdict(share), "num_ranks": job.num_ranks, "clocks": clocks}
+    facts["in_turns"] = options.in_turns
+    table = overhead_table(seconds, ratio, share, in_turns=options.in_turns)
+    publish(directory, "overhead", facts, table)
+    say(f"took {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def order_of_arms(pair: int) -> tuple[ArmName, ArmName]:
+    """Who goes first, or has the first half of the cores, alternates: no drift and no core favours an arm."""
+    return (ArmName.PLAIN, ArmName.OURS) if pair % 2 == 0 else (ArmName.OURS, ArmName.PLAIN)
+
+
+def hook_share(clocks: Sequence[Clock]) -> HookShare:
+    """Shares over all pairs, warm-up left out; every clock holds running totals at the end of each step."""
+
+    def per_step(name: str) -> Floats:
+        return np.concatenate([step_seconds(clock[name], NUM_WARMUP) for clock in clocks])
+
+    steps, hooks, agree = per_step("end_ns"), per_step("hooks_ns"), per_step("agree_ns")
+    return HookShare(
+        hooks=float(hooks.sum() / steps.sum()),
+        agree=float(agree.sum() / steps.sum()),
+        median_hooks_ms=float(np.median(hooks)) * 1e3,
+        median_agree_ms=float(np.median(agree)) * 1e3,
+    )
+
+
+def overhead_table(
+    seconds: Mapping[ArmName, Sequence[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
+) -> ResultTable:
+    """What was measured beside its budget."""
+    median = Spread(ratio.quartiles[0], ratio.median.value, ratio.quartiles[1])
+    times = {arm: Spread.of(np.concatenate(seconds[arm])).words(1, 1e3) for arm in ArmName}
+    rows = [
+        *((f"step {arm}, ms (quartiles)", words, "", "") for arm, words in times.items()),
+        ("step ratio, median (quartiles)", median.words(4), f"{ratio.median.upper_95:.4f}", f"{STEP_BUDGET}"),
+        ("ratio of summed steps", f"{ratio.total.value:.4f}", f"{ratio.total.upper_95:.4f}", ""),
+        ("own hooks, share of step", f"{share.hooks:.3%}", "", f"{HOOKS_BUDGET:.0%}"),
+        ("own hooks, median ms", f"{share.median_hooks_ms:.3f}", "", ""),
+        ("all-reduce and wait, share", f"{share.agree:.3%}", "", ""),
+        ("all-reduce and wait, median ms", f"{share.median_agree_ms:.3f}", "", ""),
+    ]
+    return ResultTable(
+        f"b_ratio 0 against plain swift sft, {ratio.num_pairs} pairs of {ratio.num_steps} steps, "
+        + ("in turns" if in_turns else "side by side"),
+        ("", "measured", "upper 95 %", "budget"),
+        rows,
+    )
+
+
+def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
+    """The command line of one arm. The job's YAML must have been written."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    ranks = f"--nproc-per-node={job.num_ranks}"
+    if arm is ArmName.OURS:
+        return (*torchrun, ranks, "-m", "swift_stage2", "train", str(job.config_path))
+    arguments = load_config(job.config_path).swift_arguments()
+    return (*torchrun, ranks, "-m", "benchmarks.swift_program", "sft", *arguments)
+
+
+def _run_together(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+) -> dict[ArmName, Clock]:
+    """The first arm on the first half of the cores; only steps that both made while both trained are kept."""
+    meeting = f"{directory / 'meeting'}:{2 * job.num_ranks}"
+    children.run_together(
+        [
+            _child(arm, job, directory / arm, cores, {MEETING_VARIABLE: meeting})
+            for arm, cores in zip(arms, split_cores(), strict=True)
+        ],
+        log_dir=directory / "logs",
+        deadline_s=START_DEADLINE_S + 2 * DEADLINE_PER_STEP_S * job.num_steps,
+    )
+    clocks = {arm: read_clock(directory / arm / "clock") for arm in arms}
+    num_steps = num_common([clock["end_ns"] for clock in clocks.values()])
+    if num_steps < _LEAST_STEPS:
+        raise ChildFailed(
+            f"both arms must train side by side for at least {_LEAST_STEPS} steps, got {num_steps}: one was that much "
+            "faster; run it on a quieter machine, or with more --steps"
+        )
+    return {
+        arm: {name: numbers[:num_steps] for name, numbers in clock.items()} for arm, clock in clocks.items()
+    }
+
+
+def _run_in_turns(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+) -> dict[ArmName, Clock]:
+    every_core = set().union(*split_cores())
+    for arm in arms:
+        children.run_together(
+            [_child(arm, job, directory / arm, every_core)],
+            log_dir=directory / "logs",
+            deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
+        )
+    return {arm: read_clock(directory / arm / "clock") for arm in arms}
+
+
+def _child(
+    arm: ArmName,
+    job: DemoJob,
+    directory: Path,
+    cores: set[int],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Child:
+    own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
+    ports = free_ports(2)
+    write_config(own, (ports[0], ports[1]))
+    return Child(
+        name=arm,
+        argv=arm_command(arm, own),
+        environment={**CHILD_ENVIRONMENT, DIRECTORY_VARIABLE: str(directory / "clock"), **environment},
+        cores=frozenset(cores),
+    )
+
+
+def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None = None) -> DemoJob:
+    return DemoJob(
+        directory=directory or root,
+        rows=root / "train" / "rows.jsonl",
+        num_steps=num_steps,
+        b_ratio=0.0,
+        num_ranks=num_ranks,
+        plugins=(PLUGINS / "clocks.py",),
+        swift={"callbacks": [STEP_CLOCK], "save_strategy": "no"},
+    )

@@ -1,0 +1,317 @@
+"""``swift-stage2 bench peer``: our learner's loop and ms-swift's own asynchronous GRPO, beside the same stand-in.
+
+Both train the same tiny model on one rank with one torch thread, and both want rollouts for every step. Each also runs
+inline, where steps wait for their rollouts: a step's time less its waits bounds what the asynchronous run can reach.
+What the two train is not alike, so that idle shares compare, and steps/s only with a learner's own bound. Idle is the
+share of wall time in which the main thread, which does all of a step's computing, neither ran on a core nor was ready
+to run without one: it waits for rollouts, weights, locks, files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clocks import Clock, since
+from benchmarks.estimates import Spread
+from benchmarks.interference import NUM_ROWS
+from benchmarks.learner_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, Arm, run_arm, run_grpo
+from benchmarks.overlap import NUM_WARMUP, Mode, run_of
+from benchmarks.plugins.pipeline import INLINE
+from benchmarks.results import ResultTable, publish, say
+from benchmarks.servers import BenchServers, start_stand_in
+from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.grounding_dataset import write_scenes
+from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.launch.cores import split_cores
+from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.telemetry.ledger import Entry, ledger_path
+
+B_RATIO = 1.0
+"""GRPO trains rollouts at every step, so ours wants to; what it cannot have in time becomes steps of channel A."""
+
+
+class LoopArm(StrEnum):
+    """Whose loop, and whether steps wait for their rollouts."""
+
+    OURS = "ours, asynchronous"
+    PEER = "ms-swift GRPO, async_generate"
+    OURS_INLINE = "ours, inline"
+    PEER_INLINE = "ms-swift GRPO, inline"
+
+
+ASYNCHRONOUS = (LoopArm.OURS, LoopArm.PEER)
+INLINE_OF = {LoopArm.OURS: LoopArm.OURS_INLINE, LoopArm.PEER: LoopArm.PEER_INLINE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLoop:
+    """One run after its warm-up. Seconds are sums over its steps."""
+
+    arm: LoopArm
+    num_steps: int
+    seconds: float
+    on_core: float
+    queued: float
+    """Ready to run without a core, which other programs had."""
+    in_rollout: float
+    """Main thread in a rollout call, or waiting for one."""
+    in_push: float
+    """Main thread in a push of weights or in a sync round."""
+    num_rollout_steps: int
+    """Steps that trained on rollouts; the others of ours trained channel A."""
+    num_completions: int
+    """Trained."""
+
+    @property
+    def idle_share(self) -> float:
+        """0 to 1."""
+        return 1 - (self.on_core + self.queued) / self.seconds
+
+    @property
+    def idle_share_less_queued(self) -> float:
+        """The same of the time in which nobody else had its core: on a shared machine it says more."""
+        return 1 - self.on_core / (self.seconds - self.queued)
+
+    @property
+    def steps_per_s(self) -> float:
+        """As the clock on the wall says."""
+        return self.num_steps / self.seconds
+
+    @property
+    def completions_per_s(self) -> float:
+        """Trained."""
+        return self.num_completions / self.seconds
+
+    @property
+    def step_s_without_rollouts(self) -> float:
+        """Mean seconds of a step less what it was in rollouts."""
+        return (self.seconds - self.in_rollout) / self.num_steps
+
+
+def share_of_bound(loop: LearnerLoop, inline: LearnerLoop, *, less_queued: bool = False) -> float:
+    """Steps/s of ``loop`` over those that the same learner would have if rollouts took no time, by its inline run.
+
+    ``less_queued``: as if nobody had ever waited for a core, which on a shared machine says more.
+    """
+    bound_s = inline.step_s_without_rollouts - less_queued * inline.queued / inline.num_steps
+    step_s = (loop.seconds - less_queued * loop.queued) / loop.num_steps
+    return bound_s / step_s
+
+
+def loop_of(
+    arm: LoopArm,
+    clock: Clock,
+    num_warmup: int,
+    *,
+    in_rollout: float,
+    in_push: float,
+    num_rollout_steps: int,
+    num_completions: int,
+) -> LearnerLoop:
+    """From a clock's nanoseconds at the end of every step; ``num_warmup`` is at least 1."""
+    return LearnerLoop(
+        arm=arm,
+        num_steps=len(clock["end_ns"]) - num_warmup,
+        seconds=since(clock, "end_ns", num_warmup),
+        on_core=since(clock, "main_ns", num_warmup),
+        queued=since(clock, "queued_ns", num_warmup),
+        in_rollout=in_rollout,
+        in_push=in_push,
+        num_rollout_steps=num_rollout_steps,
+        num_completions=num_completions,
+    )
+
+
+Repetition = dict[LoopArm, LearnerLoop]
+
+
+def check(options: argparse.Namespace) -> None:
+    """ms-swift's client imports vLLM."""
+    require_vllm("ms-swift's rollout client", without_gpu=True)
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
+    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
+    repetitions: list[Repetition] = []
+    with BenchServers(directory / "logs") as servers, ChildRuns() as children:
+        ports = {
+            stock: start_stand_in(servers, rows, options.latency_s, stock=stock) for stock in (False, True)
+        }
+        for number in range(options.repeats):
+            loops: Repetition = {}
+            for loop in list(LoopArm)[:: 1 if number % 2 == 0 else -1]:
+                say(f"repetition {number + 1} of {options.repeats}: {loop}")
+                is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
+                arm = Arm(
+                    name=loop.name.lower(),
+                    directory=directory / f"{number}-{loop.name.lower()}",
+                    rows=rows,
+                    num_steps=options.steps,
+                    ports=ports[is_peer],
+                    b_ratio=0.0 if is_peer else B_RATIO,
+                    pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
+                )
+                loops[loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
+            repetitions.append(loops)
+    facts = {
+        "latency_s": options.latency_s,
+        "steps": options.steps - NUM_WARMUP,
+        "b_ratio": B_RATIO,
+        "learner_cores": sorted(os.sched_getaffinity(0)),
+        "server_cores": sorted(split_cores()[1]),
+        "repetitions": [
+            {arm.name.lower(): _facts(loop) for arm, loop in each.items()}
+            | {f"{arm.name.lower()}_of_bound": shares_of_bound(each, arm) for arm in ASYNCHRONOUS}
+            for each in repetitions
+        ],
+    }
+    tables = [loop_table(repetitions), work_table(repetitions), bound_table(repetitions)]
+    publish(directory, "peer", facts, *tables, *notes(options.latency_s))
+    return 0
+
+
+def _facts(loop: LearnerLoop) -> dict[str, Any]:
+    shares = {"idle_share": loop.idle_share, "idle_share_less_queued": loop.idle_share_less_queued}
+    return asdict(loop) | shares
+
+
+def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
+    """Idle shares, and what the main threads waited in."""
+    num_steps = repetitions[0][LoopArm.OURS].num_steps
+    return _table(
+        f"Learners beside the same stand-in, {num_steps} steps after the warm-up, repetitions: {len(repetitions)}; "
+        "median (quartiles)",
+        repetitions,
+        {
+            "idle, % of wall time": (1, lambda loop: 100 * loop.idle_share),
+            "less waits for a core, %": (1, lambda loop: 100 * loop.idle_share_less_queued),
+            "in rollouts, ms/step": (0, lambda loop: 1e3 * loop.in_rollout / loop.num_steps),
+            "in weights, ms/step": (0, lambda loop: 1e3 * loop.in_push / loop.num_steps),
+            "step, ms": (0, lambda loop: 1e3 * loop.seconds / loop.num_steps),
+            "of it without a core, ms": (0, lambda loop: 1e3 * loop.queued / loop.num_steps),
+        },
+    )
+
+
+def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
+    """How much was trained, and on what."""
+    return _table(
+        "What they trained: median (quartiles)",
+        repetitions,
+        {
+            "steps/s": (3, lambda loop: loop.steps_per_s),
+            "steps on rollouts, %": (1, lambda loop: 100 * loop.num_rollout_steps / loop.num_steps),
+            "completions in such a step": (
+                1,
+                lambda loop: loop.num_completions / max(1, loop.num_rollout_steps),
+            ),
+            "completions trained, 1/s": (2, lambda loop: loop.completions_per_s),
+        },
+    )
+
+
+def _table(
+    title: str,
+    repetitions: Sequence[Repetition],
+    columns: dict[str, tuple[int, Callable[[LearnerLoop], float]]],
+) -> ResultTable:
+    """One row per learner; a column says its digits and its value."""
+    rows = [
+        (
+            str(arm),
+            *(
+                Spread.of([value(each[arm]) for each in repetitions]).words(digits)
+                for digits, value in columns.values()
+            ),
+        )
+        for arm in LoopArm
+    ]
+    return ResultTable(title, ("learner", *columns), rows)
+
+
+def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
+    """Each asynchronous loop against its own learner without waits for rollouts."""
+    rows = []
+    for arm in ASYNCHRONOUS:
+        bound = Spread.of([1 / each[INLINE_OF[arm]].step_s_without_rollouts for each in repetitions])
+        reached = Spread.of([each[arm].steps_per_s for each in repetitions])
+        shares = zip(*(shares_of_bound(each, arm) for each in repetitions), strict=True)
+        rows.append(
+            (str(arm), bound.words(3), reached.words(3), *(Spread.of(each).words(3) for each in shares))
+        )
+    return ResultTable(
+        "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
+        ("learner", "bound, steps/s", "reached, steps/s", "of the bound", "less waits for a core"),
+        rows,
+    )
+
+
+def shares_of_bound(each: Repetition, arm: LoopArm) -> tuple[float, float]:
+    """Of an asynchronous arm: as the clock on the wall says, and less waits for a core."""
+    loop, inline = each[arm], each[INLINE_OF[arm]]
+    return share_of_bound(loop, inline), share_of_bound(loop, inline, less_queued=True)
+
+
+def notes(latency_s: float) -> list[str]:
+    """What is alike, and what is not."""
+    return [
+        "Alike: model, rows, one rank, one torch thread, optimizer, gradient accumulation; a batch of rollouts waits "
+        f"{latency_s:g} s on average, drawn by the same class of stand-in and independent of how many there are; "
+        "weights really move, over gloo. ms-swift's trainer and client are unmodified but for NCCL, in whose place "
+        "gloo sends.",
+        f"Not alike: GRPO trains {COMPLETIONS_PER_STEP} completions per step with rewards, advantages and the "
+        "log-probabilities of a reference model, several completions of one prompt, padded; ours trains corrected "
+        "answers, packed, and proves by checksums what it pushed. So steps/s of the two do not compare; idle shares "
+        "do.",
+        "GRPO asks once per step, one step ahead, and pushes weights before each time; ours asks further ahead, trains "
+        "what is at most 2 versions old, and pushes every 4 steps. That difference in design is what is measured here.",
+        f"b_ratio is {B_RATIO:g}, for GRPO trains rollouts at every step. A step for which no packs are ready trains "
+        "channel A instead of waiting, which takes another time than a step on packs: read ours' idle share and its "
+        "bound beside its steps on rollouts.",
+    ]
+
+
+def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+    records = run_arm(children, arm)
+    run = run_of(Mode.INLINE if arm.pipeline else Mode.ASYNC, records, NUM_WARMUP)
+    steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
+    return loop_of(
+        loop,
+        records.clock,
+        NUM_WARMUP,
+        in_rollout=run.waited,
+        in_push=sum(step["activity_ns"].get("syncing", 0) for step in steps) / 1e9,
+        num_rollout_steps=run.num_b_run,
+        num_completions=num_trained(ledger_path(arm.directory / "run", 0), NUM_WARMUP),
+    )
+
+
+def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+    clock = run_grpo(children, arm, asynchronous=loop is LoopArm.PEER)
+    return loop_of(
+        loop,
+        clock,
+        NUM_WARMUP,
+        in_rollout=since(clock, ROLLOUT_NS, NUM_WARMUP),
+        in_push=since(clock, PUSH_NS, NUM_WARMUP),
+        num_rollout_steps=arm.num_steps - NUM_WARMUP,
+        num_completions=COMPLETIONS_PER_STEP * (arm.num_steps - NUM_WARMUP),
+    )
+
+
+def num_trained(ledger: Path, first_step: int) -> int:
+    """Completions that steps from ``first_step`` on trained, by the run's ledger."""
+    entries = (json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines())
+    return sum(
+        len(entry["samples"])
+        for entry in entries
+        if entry["kind"] == Entry.TRAINED and entry["step"] >= first_step
+    )

@@ -1,0 +1,143 @@
+"""``swift-stage2 bench staleness``: does it matter how old a rollout is when it is trained?
+
+Every arm makes its packs at the same steps from the same stage-1 weights and trains as many B steps; only the versions
+between making and training differ. All checkpoints are scored on the same held-out scenes, beside one that trained
+channel A alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
+from benchmarks.estimates import mean_and_range
+from benchmarks.learning import SCORES, first_job, gains, score_all, score_cells, train_arm
+from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, LAGGING, PIPELINE_VARIABLE
+from benchmarks.results import ResultTable, publish
+from swift_stage2.demo.child_runs import ChildRuns
+from swift_stage2.demo.demo_config import DemoJob
+from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scoring import DetectionScore
+from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.telemetry.audit import audit_path, read_audit
+
+_B_RATIO = 0.25  # one B step per version of four steps, so that no version has two or none
+_STEPS = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleArm:
+    """One trained job and how it scored. ``lag`` None is channel A alone."""
+
+    lag: int | None
+    seed: int
+    num_b_steps: int
+    mean_lag: float | None
+    """Of the packs that were trained, as the learner saw it."""
+    max_lag: int | None
+    score: DetectionScore
+
+
+def check(options: argparse.Namespace) -> None:
+    """A version lasts four steps here; an arm that trains no B step says nothing."""
+    least = 4 * (max(options.lags) + 2)
+    if options.steps < least:
+        raise UserError(
+            f"--steps must be at least {least} for a lag of {max(options.lags)} versions, got {options.steps}; write "
+            f"--steps {max(least, _STEPS)}, or smaller --lags"
+        )
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Trains every arm and scores all.
+
+    Raises:
+        ChildFailed: a job did not end well, or arms trained different numbers of B steps.
+    """
+    with ChildRuns() as children:
+        jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags))
+        for lag, job in jobs:
+            train_arm(children, job, _name(lag), _environment(job, lag, max(options.lags)))
+        start, *scores = score_all(children, directory, [job for _, job in jobs])
+    arms = [_arm(lag, job, result) for (lag, job), result in zip(jobs, scores, strict=True)]
+    facts = {"steps": options.steps, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
+    publish(directory, "staleness", facts, staleness_table(start, arms, options.steps))
+    trained = [arm for arm in arms if arm.lag is not None]
+    if len({arm.num_b_steps for arm in trained}) > 1:
+        found = ", ".join(f"{_name(arm.lag)} of seed {arm.seed}: {arm.num_b_steps}" for arm in trained)
+        raise ChildFailed(
+            f"arms must train as many B steps to be compared, got {found}; the logs are in {directory}/seed*/*/logs"
+        )
+    return 0
+
+
+def plan_arms(
+    directory: Path, num_steps: int, num_seeds: int, lags: Sequence[int]
+) -> Iterator[tuple[int | None, DemoJob]]:
+    """Channel A alone and every lag, for each seed."""
+    for seed in range(num_seeds):
+        base = first_job(directory, num_steps, seed, _B_RATIO, SceneKind.SHAPES)
+        yield None, replace(base, directory=base.directory / "a", b_ratio=0.0)
+        for lag in lags:
+            place = base.directory / f"lag{lag}"
+            yield lag, replace(base, directory=place, plugins=(PLUGINS / "pipeline.py",))
+
+
+def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
+    """One row per lag: means over seeds, with the range where there are several."""
+    first_lag = next(arm.lag for arm in arms if arm.lag is not None)
+    first = {arm.seed: arm.score.f1 for arm in arms if arm.lag == first_lag}
+    rows = [("stage 1, before", "", "", "", *score_cells([start]))]
+    for lag in dict.fromkeys(arm.lag for arm in arms):
+        group = [arm for arm in arms if arm.lag == lag]
+        lags = [arm.mean_lag for arm in group if arm.mean_lag is not None]
+        known = [(arm.seed, arm.score.f1) for arm in group if arm.seed in first]
+        rows.append(
+            (
+                _name(lag),
+                mean_and_range([arm.num_b_steps for arm in group], ".0f"),
+                mean_and_range(lags, ".1f") if lags else "",
+                "" if lag == first_lag else gains(first, known),
+                *score_cells([arm.score for arm in group]),
+            )
+        )
+    seeds = len({arm.seed for arm in arms})
+    return ResultTable(
+        f"Held-out detection after {num_steps} steps, {start.num_images} scenes, {seeds} seed(s): "
+        "mean (lowest..highest)",
+        ("arm", "B steps", "versions behind", "F1 over the first lag of the same seed", *SCORES),
+        rows,
+    )
+
+
+def _name(lag: int | None) -> str:
+    return "A only" if lag is None else f"lag {lag}"
+
+
+def _environment(job: DemoJob, lag: int | None, longest_lag: int) -> dict[str, str]:
+    if lag is None:
+        return {}
+    # The first round makes version 1; what is made under it has the longest lag so many versions later.
+    return {
+        PIPELINE_VARIABLE: LAGGING,
+        LAG_VARIABLE: str(lag),
+        FIRST_VERSION_VARIABLE: str(1 + longest_lag),
+        DIRECTORY_VARIABLE: str(job.directory),
+    }
+
+
+def _arm(lag: int | None, job: DemoJob, result: DetectionScore) -> StaleArm:
+    steps = [r for r in read_audit(audit_path(job.run_dir, 0)) if r["kind"] == "step"]
+    trained = [step["version"] - pack["version"] for step in steps for pack in step["packs"]]
+    return StaleArm(
+        lag=lag,
+        seed=job.seed,
+        num_b_steps=sum(step["channel"] == "B" for step in steps),
+        mean_lag=statistics.fmean(trained) if trained else None,
+        max_lag=max(trained, default=None),
+        score=result,
+    )

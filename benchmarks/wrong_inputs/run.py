@@ -1,0 +1,211 @@
+"""``swift-stage2 bench wrong-inputs``: every case as a real process in a folder of its own, two at a time.
+
+Each has a deadline; what is left of one that misses it is ended with its process group. Exit status 0: every
+command said what it must, 1: at least one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import swift_stage2
+from benchmarks.results import ResultTable, publish
+from benchmarks.wrong_inputs.case import Case, SceneMaker
+from benchmarks.wrong_inputs.data_rows import data_cases
+from benchmarks.wrong_inputs.settings import setting_cases
+from benchmarks.wrong_inputs.surroundings import surrounding_cases
+from swift_stage2.demo.demo_config import free_ports
+from swift_stage2.errors import UserError
+
+EXIT_PROBLEMS = 1
+_AT_ONCE = 2
+_DEADLINE_S = 240.0
+_END_GRACE_S = 20.0
+_ROOT = Path(swift_stage2.__file__).parents[1]
+_SHOWN_CHARACTERS = 300
+_NAME = "wrong_inputs"
+_OWN_ENVIRONMENT = (
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SWIFT_ROLLOUT_API_KEY",
+        "PYTHONSAFEPATH",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """One case as it went."""
+
+    case: Case
+    status: int | None
+    output: str
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What must not be."""
+        return self.case.problems(self.status, self.output)
+
+    @property
+    def says(self) -> str:
+        """The line that tells, without places that differ from run to run."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()] or ["nothing"]
+        told = " ".join(self.case.told.split())
+        line = next((line for line in reversed(lines) if told and told in line), lines[-1])
+        line = re.sub(r"/tmp/\S*?/case-\d+", "…", line).replace(str(_ROOT), "…")
+        line = re.sub(r"[^\x20-\x7e…–’“”]", "?", line)  # a table must stay readable whatever was echoed
+        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS].rpartition(' ')[0]} …"
+
+
+def all_cases() -> list[Case]:
+    """Every kind of wrong input."""
+    return [*setting_cases(), *data_cases(), *surrounding_cases()]
+
+
+def run(options: argparse.Namespace, directory: Path) -> int:
+    """Runs the cases and writes the table. Raises UserError when no case has such a name, or nothing can be written."""
+    cases = _chosen(options.only)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written, got {error}; name another"
+        ) from error
+    with (
+        tempfile.TemporaryDirectory(prefix="swift-stage2-wrong-inputs-") as scratch,
+        _foreign_server() as port,
+    ):
+        maker = SceneMaker(Path(scratch), port, free_ports(1)[0])
+        folders = [Path(scratch) / f"case-{number}" for number in range(len(cases))]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="wrong-input") as pool:
+            met = []
+            for done in pool.map(lambda pair: meet(maker, *pair), zip(cases, folders, strict=True)):
+                met.append(done)
+                sign = "; ".join(done.problems) or "ok"
+                print(f"[{len(met)}/{len(cases)}] {done.case.area}: {done.case.wrong}: {sign}", flush=True)
+    _publish(directory, met)
+    return EXIT_PROBLEMS if any(one.problems for one in met) else 0
+
+
+def meet(maker: SceneMaker, case: Case, folder: Path) -> Met:
+    """Makes the scene, spoils it, and runs the command in it."""
+    scene = maker.make(folder)
+    case.spoil(scene)
+    scene.save()
+    outer = {name: value for name, value in os.environ.items() if name not in _OWN_ENVIRONMENT}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swift_stage2", *case.words],
+        cwd=folder,
+        env=outer | {"PYTHONPATH": str(_ROOT), "COLUMNS": "200"} | scene.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        told, _ = process.communicate(timeout=_DEADLINE_S)
+        status: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        told, status = _end(process), None
+    return Met(case, status, told.decode("utf-8", "replace"))
+
+
+def _end(process: subprocess.Popen[bytes]) -> bytes:
+    """Asks the process to end, then kills its group; returns what it printed."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        told, _ = process.communicate(timeout=_END_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        told, _ = process.communicate(timeout=_END_GRACE_S)
+    return told
+
+
+def _publish(directory: Path, met: Sequence[Met]) -> None:
+    num_problems = sum(bool(one.problems) for one in met)
+    areas = Counter(one.case.area for one in met)
+    wrong = Counter(one.case.area for one in met if one.problems)
+    summary = ResultTable(
+        f"# Wrong inputs: {len(met)} kinds, {len(met) - num_problems} told as they should",
+        ("area", "kinds", "as they should"),
+        tuple((area, str(number), str(number - wrong[area])) for area, number in areas.items()),
+    )
+    tables = [
+        ResultTable(
+            f"## {area}",
+            ("what is wrong", "command", "exit status", "what it says", "problems"),
+            tuple(_cells(one) for one in met if one.case.area == area),
+        )
+        for area in areas
+    ]
+    facts = [
+        {
+            "area": one.case.area,
+            "wrong": _without_root(one.case.wrong),
+            "words": [_without_root(word) for word in one.case.words],
+            "status": one.status,
+            "says": one.says,
+            "problems": one.problems,
+        }
+        for one in met
+    ]
+    publish(directory, _NAME, facts, summary, *tables)
+
+
+def _cells(one: Met) -> tuple[str, ...]:
+    words = " ".join(map(_without_root, one.case.words))
+    status = "none in time" if one.status is None else str(one.status)
+    return _without_root(one.case.wrong), words, status, one.says, "; ".join(one.problems) or "–"
+
+
+def _without_root(text: str) -> str:
+    return text.replace(str(_ROOT), "…")
+
+
+def _chosen(only: str) -> list[Case]:
+    cases = [case for case in all_cases() if only in f"{case.area}: {case.wrong}"]
+    if not cases:
+        areas = ", ".join(dict.fromkeys(case.area for case in all_cases()))
+        raise UserError(f"--only must be part of a case's name, got {only!r}; the areas are {areas}")
+    return cases
+
+
+@contextmanager
+def _foreign_server() -> Iterator[int]:
+    """A web server that is no rollout server: it has no page for anything."""
+
+    class NoPage(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, *told: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoPage) as server:
+        thread = threading.Thread(target=server.serve_forever, name="foreign-server", daemon=True)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join(timeout=_END_GRACE_S)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, STEP_CLOCK, THREAD_CLOCK, ExclusiveTimer
+from benchmarks.plugins.clocks import StepClock, ThreadClock, instrument, meet
+
+
+class Clock:
+    """Nanoseconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+    def work(self, nanoseconds: int) -> None:
+        self.now += nanoseconds
+
+
+def test_an_outer_call_is_not_charged_for_its_inner_ones() -> None:
+    clock = Clock()
+    timer = ExclusiveTimer(clock)
+    theirs = timer.timed("ms-swift", lambda: clock.work(100))
+
+    def ours() -> str:
+        clock.work(3)
+        theirs()
+        clock.work(4)
+        return "batches"
+
+    timed = timer.timed("hooks", ours)
+    clock.work(1000)
+    assert timed() == "batches"
+    clock.work(1000)
+    timed()
+    assert timer.total_ns == {"hooks": 14, "ms-swift": 200}
+
+
+def test_a_call_that_raises_is_charged_and_closed() -> None:
+    clock = Clock()
+    timer = ExclusiveTimer(clock)
+
+    def fail() -> None:
+        clock.work(5)
+        raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        timer.timed("hooks", fail)()
+    clock.work(7)
+    timer.timed("hooks", lambda: clock.work(1))()
+    assert timer.total_ns == {"hooks": 6}
+
+
+class PlainTrainer:
+    def get_batch_samples(self) -> str:
+        return "plain"
+
+
+def _trainer_of_ours(clock: Clock) -> Any:
+    class Base:
+        def get_batch_samples(self) -> str:
+            clock.work(100)
+            return "theirs"
+
+    class Callback:
+        def on_step_end(self) -> None:
+            clock.work(20)
+
+    class Ours(Base):
+        def get_batch_samples(self) -> str:
+            clock.work(7)
+            return super().get_batch_samples() + " and ours"
+
+    Ours.__module__ = Callback.__module__ = "swift_stage2.trainer"
+    trainer = Ours()
+    trainer.callback_handler = SimpleNamespace(callbacks=[Callback(), PlainTrainer()])  # type: ignore[attr-defined]
+    return trainer
+
+
+@pytest.fixture
+def unpatched_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what instrumenting does to classes of the package."""
+    from benchmarks.plugins import clocks as step_clock
+
+    for group in (step_clock.SingleRank, step_clock.GlooControlGroup):
+        for name in ("reduce_max", "reduce_sum"):
+            monkeypatch.setattr(group, name, vars(group)[name])
+
+
+@pytest.mark.usefixtures("unpatched_groups")
+def test_hooks_are_overrides_less_what_they_call_and_callbacks() -> None:
+    clock = Clock()
+    timer, trainer = ExclusiveTimer(clock), _trainer_of_ours(clock)
+    instrument(trainer, timer)
+    assert trainer.get_batch_samples() == "theirs and ours"
+    trainer.callback_handler.callbacks[0].on_step_end()
+    assert timer.total_ns == {"hooks": 27, "ms-swift": 100}
+
+
+@pytest.mark.usefixtures("unpatched_groups")
+def test_agreeing_between_ranks_is_apart() -> None:
+    from swift_stage2.collectives import SingleRank
+
+    clock = Clock()
+    timer = ExclusiveTimer(clock)
+    instrument(_trainer_of_ours(clock), timer)
+    assert timer.timed("hooks", lambda: SingleRank().reduce_max([3, 4]))() == (3, 4)
+    assert set(timer.total_ns) == {"hooks", "agree"}
+
+
+def test_a_plain_trainer_is_left_as_it_is() -> None:
+    trainer = PlainTrainer()
+    instrument(trainer, ExclusiveTimer())
+    assert vars(trainer) == {}
+    assert PlainTrainer.get_batch_samples.__name__ == "get_batch_samples"
+    assert not hasattr(PlainTrainer.get_batch_samples, "__wrapped__")
+
+
+def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "clock"))
+    clock = StepClock(SimpleNamespace(process_index=1), PlainTrainer())
+    clock.on_train_begin(None, None, None)
+    for _ in range(3):
+        clock.on_step_end(None, None, None)
+    clock.on_train_end(None, None, None)
+    numbers = json.loads((tmp_path / "clock" / "rank1.json").read_text())
+    assert {name: len(values) for name, values in numbers.items()} == {
+        "end_ns": 3,
+        "hooks_ns": 3,
+        "agree_ns": 3,
+    }
+    assert numbers["end_ns"] == sorted(numbers["end_ns"])
+    assert numbers["hooks_ns"] == [0, 0, 0]
+
+
+def test_ms_swift_finds_it_by_its_name() -> None:
+    from swift.callbacks import callbacks_map
+
+    assert callbacks_map[STEP_CLOCK] is StepClock
+    assert callbacks_map[THREAD_CLOCK] is ThreadClock
+
+
+def test_training_begins_when_every_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "meet:here"
+    monkeypatch.setenv(MEETING_VARIABLE, f"{place}:2")
+    began = threading.Thread(
+        target=StepClock(SimpleNamespace(process_index=0), PlainTrainer()).on_train_begin, args=(None,) * 3
+    )
+    began.start()
+    while not place.is_dir() or not list(place.iterdir()):
+        began.join(0.01)
+        assert began.is_alive()
+    (place / "other").touch()
+    began.join(60)
+    assert not began.is_alive()
+
+
+def test_who_comes_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="2 ranks must begin to train within 0 s of the first, got 1"):
+        meet(tmp_path / "meeting", 2, deadline_s=0.0)

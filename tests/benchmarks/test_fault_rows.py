@@ -1,0 +1,110 @@
+"""What the fault bench is made of: rows, their data, switches, what a transport commits, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from benchmarks import benches
+from benchmarks.faults.bench import POISON_POSITION, write_poisonous_rows
+from benchmarks.faults.commit import Switches
+from benchmarks.faults.rows import ORDER, ROWS
+from benchmarks.faults.server import kill_all, lasting_port, look, tree_of
+from benchmarks.servers import ServerKind
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.demo.demo_config import held_ports
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.launch.shared_memory import mapped_by
+
+
+def test_every_row_has_its_turn() -> None:
+    names = [row.name for row in ROWS]
+    assert sorted(ORDER) == sorted(names)
+    assert tuple(names) == benches.ROWS
+    assert len(set(names)) == len(names)
+
+
+def test_what_a_server_cannot_suffer_is_said_and_not_tried() -> None:
+    impossible = {kind: {row.name for row in ROWS if row.why_not(kind)} for kind in ServerKind}
+    assert impossible == {
+        ServerKind.TRANSFORMERS: {"kill_worker", "kill_engine_core"},
+        ServerKind.STOCK: set(),
+        ServerKind.VLLM: set(),
+    }
+
+
+def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path: Path) -> None:
+    rows = write_dataset(tmp_path / "scenes", SceneKind.SHAPES, 2 * POISON_POSITION + 4, Split.TRAIN, 0)
+    poisoned = write_poisonous_rows(rows)
+    before, after = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (rows, poisoned)
+    )
+    changed = [index for index in range(len(before)) if before[index] != after[index]]
+    drawn = SampleSource(after, rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
+    assert changed == [drawn[-1].key.index]
+    with Image.open(after[changed[0]]["images"][0]) as image, pytest.raises(OSError, match="truncated"):
+        image.load()
+
+
+def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
+    port = lasting_port()
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert port < lowest
+    assert not held_ports((port,))
+
+
+def test_a_switch_is_seen_by_another_process(tmp_path: Path) -> None:
+    switches = Switches(tmp_path)
+    assert switches.read("push") == ""
+    code = f"from benchmarks.faults.commit import *; Switches({tmp_path!r}).set('push', 'zeros')"
+    code = code.replace(repr(tmp_path), f"__import__('pathlib').Path({str(tmp_path)!r})")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert switches.wait("push", 0.0)
+    assert switches.read("push") == "zeros"
+    switches.clear("push", "never_set")
+    assert not switches.wait("push", 0.0)
+
+
+def test_waiting_for_a_switch_ends_when_it_is_set(tmp_path: Path) -> None:
+    switches, found = Switches(tmp_path), []
+    waiter = threading.Thread(target=lambda: found.append(switches.wait("held", 30.0)), daemon=True)
+    waiter.start()
+    switches.set("held")
+    waiter.join(30.0)
+    assert found == [True]
+    switches.clear_all()
+    assert switches.read("held") == ""
+
+
+def test_shared_memory_that_outlives_its_process_is_found() -> None:
+    code = (
+        "from multiprocessing import shared_memory, resource_tracker; import sys\n"
+        "block = shared_memory.SharedMemory(create=True, size=4096)\n"
+        "resource_tracker.unregister(block._name, 'shared_memory')\n"
+        "print(block.name, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        tree = tree_of(process.pid)
+        held = mapped_by(tree)
+        assert f"/dev/shm/{name}" in held
+        assert f"/dev/shm/{name}" not in mapped_by([psutil.Process(os.getpid())])
+        assert not kill_all(lambda: tree_of(process.pid)[:1] if process.poll() is None else [], 20)
+    psutil.wait_procs(tree, timeout=20)
+    left = look(tree, (), held, patience_s=0.0)
+    assert left.processes == ()
+    assert f"/dev/shm/{name}" in left.shared_memory
+    Path(f"/dev/shm/{name}").unlink()  # opened as shared memory it would leave a tracker process behind
+    assert look(tree, (), {f"/dev/shm/{name}"}, patience_s=0.0).num == 0

@@ -1,0 +1,109 @@
+"""What a faulty transport does to the weights of a round."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from benchmarks.faults.commit import (
+    PUSH,
+    PUSH_HELD,
+    PUSH_RELEASED,
+    FaultyTransport,
+    PushFault,
+    PushHistory,
+    Switches,
+)
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.transport import ServerEndpoint
+
+_SESSION = cast(ServerSession, None)
+
+
+class Real:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[float]] = []
+
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+        self.sent.clear()
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        self.sent.append(flat.tolist())
+
+    def close(self, deadline: Deadline) -> None: ...
+
+
+@pytest.fixture
+def switches(tmp_path: Path) -> Switches:
+    return Switches(tmp_path)
+
+
+def push(transport: FaultyTransport, *numbers: float) -> None:
+    transport.open(_SESSION, ServerEndpoint("http://unused", 1), Deadline(1.0))
+    for number in numbers:
+        transport.send(torch.tensor([number]), Deadline(1.0))
+
+
+def test_without_a_switch_everything_arrives(switches: Switches) -> None:
+    real = Real()
+    push(FaultyTransport(real, switches, PushHistory()), 1.0, 2.0)
+    assert real.sent == [[1.0], [2.0]]
+
+
+def test_zeros_arrive_instead(switches: Switches) -> None:
+    real = Real()
+    switches.set(PUSH, PushFault.ZEROS)
+    push(FaultyTransport(real, switches, PushHistory()), 1.0, 2.0)
+    assert real.sent == [[0.0], [0.0]]
+
+
+def test_the_round_before_arrives_once_more_also_over_a_new_transport(switches: Switches) -> None:
+    real, history = Real(), PushHistory()
+    push(FaultyTransport(real, switches, history), 1.0, 2.0)
+    switches.set(PUSH, PushFault.REPEAT)
+    push(FaultyTransport(real, switches, history), 3.0, 4.0)
+    assert real.sent == [[1.0], [2.0]]
+    switches.clear(PUSH)
+    push(FaultyTransport(real, switches, history), 5.0, 6.0)
+    assert real.sent == [[5.0], [6.0]]
+
+
+def test_buckets_are_kept_in_the_same_memory_round_after_round(switches: Switches) -> None:
+    real, history = Real(), PushHistory()
+    for number in range(6):
+        push(FaultyTransport(real, switches, history), number, number + 0.5)
+        if number == 1:
+            kept = {bucket.data_ptr() for bucket in (*history.last, *history.present)}
+    assert {bucket.data_ptr() for bucket in (*history.last, *history.present)} == kept
+    assert [bucket.item() for bucket in history.last] == [4.0, 4.5]
+    assert [bucket.item() for bucket in history.present] == [5.0, 5.5]
+
+
+def test_rounds_of_other_buckets_are_kept_as_they_were_sent(switches: Switches) -> None:
+    history = PushHistory()
+    for sizes in ((1, 1, 1), (2, 1), (3, 1), (1, 2, 2)):
+        history.begin_round()
+        for number, size in enumerate(sizes):
+            history.keep(number, torch.full((size,), float(size)))
+        assert [bucket.tolist() for bucket in history.present][: len(sizes)] == [
+            [float(s)] * s for s in sizes
+        ]
+
+
+def test_the_second_bucket_waits_until_it_is_let_go(switches: Switches) -> None:
+    real = Real()
+    switches.set(PUSH, PushFault.HOLD)
+    transport = FaultyTransport(real, switches, PushHistory())
+    pushing = threading.Thread(target=push, args=(transport, 1.0, 2.0, 3.0), daemon=True)
+    pushing.start()
+    assert switches.wait(PUSH_HELD, 20.0)
+    assert real.sent == [[1.0]]
+    switches.set(PUSH_RELEASED)
+    pushing.join(20.0)
+    assert real.sent == [[1.0], [2.0], [3.0]]

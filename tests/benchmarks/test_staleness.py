@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.clocks import DIRECTORY_VARIABLE
+from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
+from benchmarks.staleness import StaleArm, plan_arms, staleness_table
+from swift_stage2.demo.scoring import DetectionScore
+
+
+@dataclass
+class StandInPack:
+    version: int
+
+
+class StandInProducer:
+    """Makes two packs of the present version as soon as it is asked."""
+
+    def __init__(self, queue: DelayedQueue) -> None:
+        self.version, self.next_step, self.num_asked = 0, 0, 0
+        self._queue = queue
+        queue.pipeline = self
+
+    def produce(self) -> None:
+        self.num_asked += 1
+        for _ in range(2):
+            self._queue.offer(StandInPack(self.version), current_version=self.version)  # type: ignore[arg-type]
+
+    def rest(self) -> None: ...
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FIRST_VERSION_VARIABLE, "9")
+    return monkeypatch
+
+
+def _train(lag: int, forced: pytest.MonkeyPatch, versions: list[int]) -> tuple[list[list[int]], int]:
+    """Versions behind of what each step trains that gets something."""
+    forced.setenv(LAG_VARIABLE, str(lag))
+    queue = DelayedQueue(8, 2)
+    producer = StandInProducer(queue)
+    trained = []
+    for version in versions:
+        producer.version = version
+        reservation = queue.reserve(2, current_version=version)
+        if reservation is not None:
+            trained.append([version - pack.version for pack in reservation.take()])
+    return trained, producer.num_asked
+
+
+@pytest.mark.parametrize("lag", [0, 2, 8])
+def test_packs_are_trained_so_many_versions_after_they_were_made(
+    lag: int, forced: pytest.MonkeyPatch
+) -> None:
+    trained, num_asked = _train(lag, forced, list(range(1, 30)))
+    assert trained == [[lag, lag]] * (29 - 8), "every step from version 9 on, in every arm"
+    assert num_asked == len(trained) + lag, "what the end of the run leaves behind"
+
+
+def test_a_version_that_no_step_wanted_makes_it_older_never_younger(forced: pytest.MonkeyPatch) -> None:
+    trained, _ = _train(2, forced, [version for version in range(1, 40) if version % 3])
+    assert trained
+    assert {lag for step in trained for lag in step} <= {2, 3}
+
+
+def test_arms_differ_in_the_lag_alone(tmp_path: Path) -> None:
+    arms = list(plan_arms(tmp_path, 2, 2, (0, 8)))
+    assert [(lag, job.seed, job.b_ratio) for lag, job in arms] == [
+        (None, 0, 0.0), (0, 0, 0.25), (8, 0, 0.25), (None, 1, 0.0), (0, 1, 0.25), (8, 1, 0.25),
+    ]  # fmt: skip
+    assert len({job.directory for _, job in arms}) == 6
+    assert len({job.rows for _, job in arms[:3]}) == 1
+
+
+def test_the_table_has_a_row_per_lag_with_its_range(tmp_path: Path) -> None:
+    def arm(lag: int | None, seed: int, f1: float) -> StaleArm:
+        score = DetectionScore(precision=f1, recall=f1, f1=f1, mean_iou=0.5, num_images=8)
+        mean_lag = None if lag is None else lag + 0.5
+        return StaleArm(lag=lag, seed=seed, num_b_steps=3, mean_lag=mean_lag, max_lag=lag, score=score)
+
+    start = DetectionScore(precision=0.1, recall=0.1, f1=0.1, mean_iou=0.5, num_images=8)
+    table = staleness_table(start, [arm(None, 0, 0.3), arm(2, 0, 0.25), arm(2, 1, 0.75)], 50)
+    assert [row[0] for row in table.rows] == ["stage 1, before", "A only", "lag 2"]
+    assert table.rows[2][2:5] == ("2.5", "", "0.500 (0.250..0.750)")
+    later = [arm(2, 0, 0.25), arm(8, 0, 0.125), arm(2, 1, 0.75), arm(8, 1, 0.5)]
+    assert staleness_table(start, later, 50).rows[2][3] == "-0.188 (-0.250..-0.125)"
