@@ -168,8 +168,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank_end import as_rank, cause_of
     from swift_stage2.launch.rank_work import train_rank
-    from swift_stage2.preflight.model import check_model
-    from swift_stage2.preflight.model_family import check_family
+    from swift_stage2.preflight.model import check_family, check_model
     from swift_stage2.process.rank_environment import check_gloo_address, check_rank_environment
 
     def work() -> int:

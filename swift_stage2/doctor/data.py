@@ -19,8 +19,7 @@ from swift_stage2.dataset.files import local_files
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
 from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.dataset import advice_of, list_command, survey_data
-from swift_stage2.preflight.model import check_model
-from swift_stage2.preflight.model_family import check_family
+from swift_stage2.preflight.model import check_family, check_model
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples

@@ -31,8 +31,7 @@ from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.preflight.dataset import check_data
-from swift_stage2.preflight.model import check_hub_ids, check_model
-from swift_stage2.preflight.model_family import check_family
+from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.resume import check_world_size
