@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.doctor import address
 from swift_stage2.doctor.configuration import check_accumulation, check_configuration, check_launch_plan
@@ -29,7 +29,7 @@ from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
 from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.ports import is_here
+from swift_stage2.process.ports import is_here
 from swift_stage2.process.visible_devices import select_devices
 from swift_stage2.terminal.parser import CommandParser, rank_count
 from swift_stage2.terminal.standard_output import let_go
@@ -156,27 +156,23 @@ def _examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -
     """One check per server that hands on its address once a connection can be made."""
     exam.begin_section("Addresses")
     exam.check("API key", lambda: address.check_api_key(config.rollout))
-    launched = dict(enumerate(() if live else config.launch.servers))
+    launched = range(0 if live else len(config.launch.servers))
     return [
         # On another machine another launch starts it; here it is looked at as any server that runs already.
         _examine_address(
-            exam, index, server, live=live, process=launched.get(index) if is_here(server.host) else None
+            exam, config, index, live=live, is_launched=index in launched and is_here(server.host)
         )
         for index, server in enumerate(config.rollout.servers)
     ]
 
 
 def _examine_address(
-    exam: Examination, index: int, server: ServerConfig, *, live: bool, process: ServerProcess | None
+    exam: Examination, config: Stage2Config, index: int, *, live: bool, is_launched: bool
 ) -> Checked[str]:
-    key = f"rollout.servers[{index}]"
+    server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
     host = exam.check(f"server {index}: host", lambda: address.check_host(server))
-    if process is not None:  # launch will start it
-        exam.check(
-            f"server {index}: ports",
-            lambda: address.check_ports_free(server, key, process.upstream_port),
-            needs=[host],
-        )
+    if is_launched:
+        exam.check(f"server {index}: ports", lambda: address.check_ports_free(config, index), needs=[host])
         return host
     route = exam.check(
         f"server {index}: {'answers' if live else 'port open'}",

@@ -15,14 +15,6 @@ from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.ports import (
-    is_here,
-    lone_names,
-    open_servers,
-    refuse_busy_ports,
-    refuse_deaf_endpoint,
-    refuse_lone_addresses,
-)
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.rank_end import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
@@ -30,8 +22,15 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
+from swift_stage2.preflight.addresses import (
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+    warn_of_servers,
+)
 from swift_stage2.preflight.dataset import check_data
 from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
+from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.resume import check_world_size
@@ -100,7 +99,7 @@ def launch(
             check_world_size(
                 str(start.checkpoint), learner.nnodes * (nproc_per_node or learner.nproc_per_node)
             )
-        refuse_busy_ports(plan.servers)
+        refuse_busy_ports(config, plan.server_indices)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
@@ -128,8 +127,8 @@ def _serve_this_machine(
                 else "add an entry to launch.servers for each of rollout.servers"
             )
         )
-    refuse_busy_ports(plan.servers)
-    for warning in (*lone_names(plan.servers), *open_servers(plan.servers, config.rollout.api_key())):
+    refuse_busy_ports(config, plan.server_indices)
+    for warning in warn_of_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)

@@ -15,9 +15,9 @@ from swift_stage2.errors import ServerUnavailable
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.last_cause import last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.ports import Listener, is_quiet, listener_at
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.launch.restarts import RestartBudget
+from swift_stage2.process.ports import Listener, is_quiet, listener_at
 
 _LOOK_INTERVAL_S = 1.0
 _PORT_PATIENCE_S = 60.0

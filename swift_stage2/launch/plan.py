@@ -56,14 +56,14 @@ class LaunchPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
-    """A server to start, where it will answer, and the key that says so in the configuration.
+    """A server to start, where it will answer, and its number in ``launch.servers``.
 
     With a ``merger`` that is what answers at ``address``, and the server listens on ``upstream_port``.
     """
 
     command: Command
     address: ServerConfig
-    key: str
+    index: int
     merger: Command | None = None
     upstream_port: int | None = None
     is_stock: bool = False
@@ -82,7 +82,7 @@ class PlannedServer:
 
     @property
     def quiet_port(self) -> int | None:
-        """The port that must be quiet before the start; see ``ports.is_quiet``."""
+        """The port that must be quiet before the start; see ``process.ports.is_quiet``."""
         return self.http_ports[0] if self.is_stock else None
 
     @property
@@ -106,6 +106,11 @@ class LaunchPlan:
     argument_check: Command | None = None
     restart: RestartConfig = field(default_factory=RestartConfig)
     rendezvous: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def server_indices(self) -> list[int]:
+        """Numbers of the planned servers in ``launch.servers``."""
+        return [server.index for server in self.servers]
 
 
 def plan_launch(
@@ -214,7 +219,7 @@ def _plan_server(
     return PlannedServer(
         command=command,
         address=address,
-        key=f"rollout.servers[{index}]",
+        index=index,
         merger=_plan_merger(config, index, process, address, outer),
         upstream_port=process.upstream_port,
         is_stock=process.engine is ServerEngine.SWIFT,

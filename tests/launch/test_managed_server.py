@@ -25,7 +25,7 @@ class ListeningJob:
 def managed(port: int, patience_s: float, *, is_stock: bool = True) -> ManagedServer:
     command = Command(name="server0", argv=("x",), environment={}, grace_s=1.0)
     address = ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1)
-    planned = PlannedServer(command=command, address=address, key="rollout.servers[0]", is_stock=is_stock)
+    planned = PlannedServer(command=command, address=address, index=0, is_stock=is_stock)
     return ManagedServer(planned, RestartConfig(), 60.0, patience_s)
 
 
