@@ -22,18 +22,11 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.preflight.addresses import (
-    refuse_busy_ports,
-    refuse_deaf_endpoint,
-    refuse_lone_addresses,
-    warn_of_servers,
-)
-from swift_stage2.preflight.dataset import check_data
-from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
+from swift_stage2.preflight.addresses import warn_of_servers
+from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.ports import is_here
-from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.run_directory.resume import check_world_size
 from swift_stage2.terminal.error_line import print_error
 
 _USER_MISTAKE = 2
@@ -80,26 +73,17 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
-    if config.b_enabled:
-        refuse_lone_addresses(config)
+    run_checks(config, Known(addresses=True))
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
-    if (endpoint := config.launch.learner.rdzv_endpoint) is not None:
-        refuse_deaf_endpoint(endpoint)
-    check_model(config.swift)
-    check_family(config)
-    check_data(config)
-    check_hub_ids(config.swift)
+    run_checks(config, Known(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
     with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
-        start = starting_point(config, resume=resume)
-        if start.checkpoint is not None and config.b_enabled:
-            learner = config.launch.learner
-            check_world_size(
-                str(start.checkpoint), learner.nnodes * (nproc_per_node or learner.nproc_per_node)
-            )
-        refuse_busy_ports(config, plan.server_indices)
+        start = starting_point(config, resume=True) if resume else StartingPoint()
+        num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
+        held = Known(run_directory=True, num_ranks=num_ranks, started_servers=plan.server_indices)
+        run_checks(start.begin(config), held)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
@@ -127,7 +111,7 @@ def _serve_this_machine(
                 else "add an entry to launch.servers for each of rollout.servers"
             )
         )
-    refuse_busy_ports(config, plan.server_indices)
+    run_checks(config, Known(started_servers=plan.server_indices))
     for warning in warn_of_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")

@@ -6,13 +6,12 @@ import importlib
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.preflight.model import check_hub_ids
+from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.agent_watch import AgentWatch
-from swift_stage2.run_directory.claim import starting_point, written_directory
+from swift_stage2.run_directory.claim import StartingPoint, starting_point, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
 
 
@@ -22,21 +21,19 @@ def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, res
     ``agent``, entered, is given the run's grace.
 
     Raises:
-        UserError: another run goes on in the run directory, an earlier one would be written over, or the model is on
-            a hub that may not be asked.
+        UserError: another run goes on in the run directory, or an earlier one would be written over.
     """
-    check_hub_ids(config.swift)
     rank = os.environ.get("RANK", "0")
     agent.grace_s = config.launch.learner.shutdown_timeout_s
     with ExitStack() as held:
         if (run_dir := written_directory(config.swift)) is not None:
             held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
-        start = starting_point(config, resume=resume)
+        start = starting_point(config, resume=True) if resume else StartingPoint()
+        run_checks(start.begin(config), Known(run_directory=True))
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in start.notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
         trainer = importlib.import_module("swift_stage2.trainer")  # slow
         if start.checkpoint is None:
             return int(trainer.train(config_path))
-        resumed = replace(config, swift={**config.swift, "resume_from_checkpoint": str(start.checkpoint)})
-        return int(trainer.run_pipeline(resumed, config_path, asks_servers=True))
+        return int(trainer.run_pipeline(start.begin(config), config_path, asks_servers=True))
