@@ -12,9 +12,9 @@ from urllib.request import proxy_bypass
 
 import psutil
 
-from swift_stage2.config import RolloutConfig, ServerConfig, Stage2Config
+from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.doctor.finding import Outcome, failed, ok, warning
-from swift_stage2.preflight.addresses import refuse_busy_group_port, refuse_busy_ports
+from swift_stage2.preflight.addresses import refuse_busy_group_port
 from swift_stage2.process.ports import holder_of
 
 _RESOLVE_TIMEOUT_S = 5.0
@@ -52,12 +52,6 @@ def check_host(server: ServerConfig) -> Outcome[str]:
     proxies = _catching_proxies(server)
     told = f"; {', '.join(proxies)} would catch it and is ignored, as always for servers" if proxies else ""
     return ok(f"{server.host} is {address}{' (this machine)' if is_here(address) else ''}{told}", address)
-
-
-def check_ports_free(config: Stage2Config, index: int) -> Outcome[None]:
-    """Before ``launch``: nobody holds a port that it needs. Raises ConfigError as ``refuse_busy_ports`` does."""
-    *first, last = map(str, refuse_busy_ports(config, [index]))
-    return ok(f"ports {', '.join(first)} and {last} are free")
 
 
 def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outcome[None]:

@@ -29,6 +29,7 @@ from swift_stage2.doctor.finding import ok
 from swift_stage2.doctor.findings_table import findings_json, findings_table
 from swift_stage2.doctor.run_directory import check_run_directory
 from swift_stage2.errors import ConfigError
+from swift_stage2.preflight.checks import Known
 from swift_stage2.process.ports import is_here
 from swift_stage2.process.visible_devices import select_devices
 from swift_stage2.terminal.parser import CommandParser, rank_count
@@ -85,6 +86,9 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
         return False
     config = loaded.result
     exam.check("run directory", lambda: check_run_directory(config))
+    learner = config.launch.learner
+    num_ranks = learner.nnodes * (options.nproc_per_node or learner.nproc_per_node)
+    exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or config.launch.learner.devices:
         check_launch_plan(exam, config, path)
         _take_learner_device(config)
@@ -100,11 +104,15 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
 def _examine_learner(
     exam: Examination, config: Stage2Config, scratch: Path
 ) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
+    import torch
+
     from swift_stage2.doctor import data  # loads torch
 
     exam.begin_section("Model and data")
-    checkpoint = exam.check("model directory", lambda: data.check_checkpoint(config))
-    rows_checked = exam.check("data sets", lambda: data.check_rows(config))
+    found = torch.accelerator.current_accelerator(check_available=True)
+    devices = (found.type if found else None, torch.cuda.device_count())
+    rows = exam.show(config, Known(devices=devices, files=True, rows=True))
+    checkpoint, rows_checked = rows["model directory"], rows["data sets"]
 
     def prepare() -> Any:
         from swift_stage2.doctor.preparation import prepare_learner  # loads ms-swift
@@ -129,11 +137,8 @@ def _examine_learner(
     )
     exam.check("packing_length", lambda: data.check_packing_length(config, samples.result), needs=[samples])
     if config.stage2_ab.evaluation.every_steps:
-        exam.check(
-            "validation set",
-            lambda: data.check_validation_rows(config, prepared.result.num_validation_rows),
-            needs=[prepared, rows_checked],
-        )
+        num_rows = prepared.result.num_validation_rows if prepared.passed and rows_checked.passed else 0
+        exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
         exam.check(
             "evaluations",
             lambda: data.check_evaluation_steps(config, prepared.result.max_steps),
@@ -156,13 +161,16 @@ def _examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -
     """One check per server that hands on its address once a connection can be made."""
     exam.begin_section("Addresses")
     exam.check("API key", lambda: address.check_api_key(config.rollout))
-    launched = range(0 if live else len(config.launch.servers))
+    # On another machine another launch starts it; here it is looked at as any server that runs already.
+    launched = [
+        index
+        for index in range(0 if live else len(config.launch.servers))
+        if is_here(config.rollout.servers[index].host)
+    ]
+    exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
     return [
-        # On another machine another launch starts it; here it is looked at as any server that runs already.
-        _examine_address(
-            exam, config, index, live=live, is_launched=index in launched and is_here(server.host)
-        )
-        for index, server in enumerate(config.rollout.servers)
+        _examine_address(exam, config, index, live=live, is_launched=index in launched)
+        for index in range(len(config.rollout.servers))
     ]
 
 
@@ -172,7 +180,6 @@ def _examine_address(
     server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
     host = exam.check(f"server {index}: host", lambda: address.check_host(server))
     if is_launched:
-        exam.check(f"server {index}: ports", lambda: address.check_ports_free(config, index), needs=[host])
         return host
     route = exam.check(
         f"server {index}: {'answers' if live else 'port open'}",
