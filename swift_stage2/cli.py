@@ -166,8 +166,7 @@ def _train(config_path: str, *, resume: bool) -> int:
 
 def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
-    from swift_stage2.launch.rank_end import as_rank, cause_of
-    from swift_stage2.launch.rank_work import train_rank
+    from swift_stage2.launch.rank import as_rank, cause_of, train_rank
     from swift_stage2.preflight.checks import Known, run_checks
 
     def work() -> int:

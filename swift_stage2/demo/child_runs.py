@@ -17,10 +17,8 @@ import psutil
 
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import started_on
-from swift_stage2.launch.descendants import adopt_orphans
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
-from swift_stage2.launch.process_tree import Command, ProcessTree
+from swift_stage2.launch.job import Job, last_cause
+from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans
 from swift_stage2.launch.stop_signals import StopSignals
 
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order

@@ -15,7 +15,7 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.detection_score import DetectionScore
 from swift_stage2.demo.evaluation import evaluation_command, read_scores
-from swift_stage2.launch.wait_notice import WaitNotice
+from swift_stage2.launch.run_view import WaitNotice
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.run_progress import RunProgress
 

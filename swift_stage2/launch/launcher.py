@@ -10,18 +10,14 @@ from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
-from swift_stage2.launch.descendants import adopt_orphans
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.launch.rank_end import end_left_in, take_room
+from swift_stage2.launch.process_tree import ProcessTree, adopt_orphans
+from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
-from swift_stage2.launch.run_end import describe_end
-from swift_stage2.launch.run_view import RunView
+from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
 from swift_stage2.launch.stop_signals import StopSignals
-from swift_stage2.launch.wait_notice import WaitNotice
 from swift_stage2.preflight.addresses import warn_of_servers
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.ports import is_here

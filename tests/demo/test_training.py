@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.demo.training import words_of_launcher
-from swift_stage2.launch.log_follower import LogFollower
+from swift_stage2.launch.job import LogFollower
 
 
 @pytest.mark.parametrize("colour", [None, 0, 3])

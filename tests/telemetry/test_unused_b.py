@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from telemetry.run_facts import PLAN_A, PLAN_B, skipped, step
 
-from swift_stage2.launch.run_end import describe_end
+from swift_stage2.launch.run_view import describe_end
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan

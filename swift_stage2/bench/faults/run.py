@@ -28,8 +28,8 @@ from swift_stage2.bench.faults.training_job import NUM_RANKS, JobSettings, Train
 from swift_stage2.bench.servers import ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
+from swift_stage2.launch.process_tree import adopt_orphans
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.run_directory.output import claim_directory
 

@@ -1,21 +1,28 @@
-"""How a rank ends and why, told to who started it: torchrun replaces every failure by 1.
+"""One rank around its training: holds its run directory, begins where it may, and tells who started it how it ended.
 
-To the launcher in a file whose room it takes at the start, so that a full disk cannot hide its own name; to torchrun in
-the error file that it names, so that its last words name the cause.
+torchrun replaces every failure by 1. So a rank leaves its status and cause for the launcher in a file whose room it
+takes at the start, so that a full disk cannot hide its own name, and for torchrun in the error file that it names.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import UserError
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.process.agent_watch import AgentWatch
+from swift_stage2.run_directory.claim import StartingPoint, starting_point, written_directory
+from swift_stage2.run_directory.lock import hold_run_directory
 
 USER_MISTAKE = 2
 _FAILED = 1
@@ -76,3 +83,27 @@ def _leave(status: int, cause: str) -> None:
         extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
+
+
+def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+    """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
+
+    ``agent``, entered, is given the run's grace.
+
+    Raises:
+        UserError: another run goes on in the run directory, or an earlier one would be written over.
+    """
+    rank = os.environ.get("RANK", "0")
+    agent.grace_s = config.launch.learner.shutdown_timeout_s
+    with ExitStack() as held:
+        if (run_dir := written_directory(config.swift)) is not None:
+            held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
+        start = starting_point(config, resume=True) if resume else StartingPoint()
+        run_checks(start.begin(config), Known(run_directory=True))
+        if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
+            for note in start.notes:
+                print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
+        trainer = importlib.import_module("swift_stage2.trainer")  # slow
+        if start.checkpoint is None:
+            return int(trainer.train(config_path))
+        return int(trainer.run_pipeline(start.begin(config), config_path, asks_servers=True))
