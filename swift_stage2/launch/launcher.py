@@ -87,8 +87,8 @@ def launch(
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
-        if status and (cause := _cause_left_in(plan.exit_status_file)):
-            print_error("launch", cause)  # the last line names the cause, however much was told after it
+        if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
+            print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status
 
 
@@ -289,16 +289,5 @@ def _follow(
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:
     """The status that a rank gave, where it could (torchrun turns every failure into 1), and a user's mistake."""
     status = learner.poll() or 0
-    if status == 0:
-        return 0, ""
-    try:
-        return end_left_in(exit_status_file)
-    except (OSError, ValueError):
-        return status, ""
-
-
-def _cause_left_in(exit_status_file: Path) -> str:
-    try:
-        return end_left_in(exit_status_file)[1]
-    except (OSError, ValueError):
-        return ""
+    left = end_left_in(exit_status_file) if status else None
+    return left or (status, "")

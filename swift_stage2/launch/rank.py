@@ -58,14 +58,12 @@ def take_room(path: Path) -> None:
     path.write_bytes(b" " * _ROOM_BYTES)
 
 
-def end_left_in(path: Path) -> tuple[int, str]:
-    """The status and cause that a rank left.
-
-    Raises:
-        OSError, ValueError: none did.
-    """
-    status, _, cause = path.read_text(encoding="utf-8").strip().partition("\n")
-    return int(status), cause
+def end_left_in(path: Path) -> tuple[int, str] | None:
+    """The status and cause that a rank left; None if none did."""
+    with suppress(OSError, ValueError):
+        status, _, cause = path.read_text(encoding="utf-8").strip().partition("\n")
+        return int(status), cause
+    return None
 
 
 def _leave(status: int, cause: str) -> None:

@@ -120,7 +120,6 @@ def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
 
 def _model(config: Stage2Config, known: Known) -> Found:
     check_model(config.swift)
-    check_hub_ids(config.swift)
     check_family(config)
     names = ("model", "adapters", "resume_from_checkpoint")
     return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
@@ -129,6 +128,11 @@ def _model(config: Stage2Config, known: Known) -> Found:
 def _data_sets(config: Stage2Config, known: Known) -> Found:
     text, advice = check_data(config)
     return Found(text, advice, "look at these rows; such rows train as they are")
+
+
+def _hub_ids(config: Stage2Config, known: Known) -> Found | None:
+    hub_ids = check_hub_ids(config.swift)
+    return Found(f"ms-swift finds {', '.join(hub_ids)} on a hub, or in its cache") if hub_ids else None
 
 
 def _earlier_run(config: Stage2Config, known: Known) -> Found:
@@ -180,6 +184,7 @@ CHECKS = (
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
     Check("data sets", "rows", _data_sets),
+    Check("hub ids", "files", _hub_ids),
     Check("earlier run", "run_directory", _earlier_run),
     Check("ranks", "num_ranks", _checkpoint_ranks),
     Check("ports", "started_servers", _ports),

@@ -74,13 +74,16 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_hub_ids(swift_arguments: Mapping[str, Any]) -> None:
-    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does."""
+def check_hub_ids(swift_arguments: Mapping[str, Any]) -> list[str]:
+    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does; returns them."""
     uses_hf = _is_on(str(swift_arguments.get("use_hf", "")))
+    hub_ids = []
     for argument in ("model", "adapters"):
         for place in named_places(swift_arguments, argument):
             if not _is_local(place):
                 check_hub_id(f"swift.{argument}", place, uses_hf=uses_hf)
+                hub_ids.append(place)
+    return hub_ids
 
 
 def check_hub_id(argument: str, hub_id: str, *, uses_hf: bool = False) -> None:

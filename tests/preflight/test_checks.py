@@ -31,6 +31,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
     assert [check.name for check in due_checks(Known(files=True, rows=True))] == [
         "model directory",
         "data sets",
+        "hub ids",
     ]
 
 
