@@ -25,16 +25,10 @@ EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
 
 # What an outer torchrun or ms-swift launcher may have left in the environment; it would be taken for ours.
-_FOREIGN_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("NPROC_PER_NODE", "NNODES", "NODE_RANK"),
 )
-_FOREIGN_SIZE = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 _RUN_ID = "stage2"
 _CHECK_GRACE_S = 1.0
 _MERGER_GRACE_S = 10.0
@@ -336,7 +330,7 @@ def torchrun_command(
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` without what an outer torchrun or ms-swift launcher may have left in it."""
-    return {key: text for key, text in environment.items() if key not in _FOREIGN_RANK + _FOREIGN_SIZE}
+    return {key: text for key, text in environment.items() if key not in _FOREIGN}
 
 
 def _environment(
