@@ -18,9 +18,8 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import split_cores, started_on
-from swift_stage2.launch.descendants import adopt_orphans
 from swift_stage2.launch.job import Job
-from swift_stage2.launch.process_tree import Command, ProcessTree
+from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans
 from swift_stage2.launch.readiness import ReadinessProbe
 from swift_stage2.launch.stop_signals import StopSignals
 

@@ -188,19 +188,13 @@ def _train(config_path: str, *, resume: bool) -> int:
 
 def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
     from swift_stage2.config import load_config
-    from swift_stage2.launch.rank_end import as_rank, cause_of
-    from swift_stage2.launch.rank_work import train_rank
-    from swift_stage2.preflight.model import check_model
-    from swift_stage2.preflight.model_family import check_family
-    from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
+    from swift_stage2.launch.rank import as_rank, cause_of, train_rank
+    from swift_stage2.preflight.checks import Known, run_checks
 
     def work() -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
-        check_rank_environment(os.environ)
-        check_gloo_address(os.environ)
-        check_model(config.swift)
-        check_family(config)
+        run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
         _warn(config)
         return train_rank(config, config_path, agent, resume=resume)
 

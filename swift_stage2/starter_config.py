@@ -18,9 +18,9 @@ from swift_stage2.config.yaml_text import read_yaml, write_yaml
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
-from swift_stage2.launch.ports import refuse_busy
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
+from swift_stage2.process.ports import refuse_busy
 from swift_stage2.terminal.parser import CommandParser
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535

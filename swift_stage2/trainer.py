@@ -37,11 +37,9 @@ from swift_stage2.config import Stage2Config, StarvationAction, load_config  # n
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.errors import ChannelBStarved, ConfigError, StorageFull, WeightSyncHang  # noqa: E402
 from swift_stage2.learner import StepDecision  # noqa: E402
-from swift_stage2.preflight.dataset import check_data  # noqa: E402
-from swift_stage2.preflight.model import check_model  # noqa: E402
+from swift_stage2.preflight.checks import Known, run_checks  # noqa: E402
 from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.process.route import why_deaf  # noqa: E402
-from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices  # noqa: E402
 from swift_stage2.process.watches import EXIT_HANG  # noqa: E402
 from swift_stage2.records import Pack, Sample  # noqa: E402
 from swift_stage2.run import Stage2Run  # noqa: E402
@@ -72,8 +70,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.stage2_config = _config_from_environment()
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
-        if self.stage2_config.stage2_ab.evaluation.every_steps:
-            self.stage2_config.check_validation_set(len(self.eval_dataset or ()))
+        run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
         self.stage2: Stage2Run | None = None
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
@@ -280,15 +277,16 @@ def run_pipeline(config: Stage2Config, config_path: str, *, asks_servers: bool) 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
-    if config.swift.get("use_cpu") is not True:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        require_known_accelerator(found.type if found else None)
-        require_visible_devices(os.environ, torch.cuda.device_count())
-    check_model(config.swift)
-    check_data(config)
-    if config.b_enabled and (checkpoint := config.swift.get("resume_from_checkpoint")):
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        resume.check_world_size(os.path.expanduser(str(checkpoint)), num_ranks)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    run_checks(
+        config,
+        Known(
+            files=True,
+            rows=True,
+            num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+            devices=(found.type if found else None, torch.cuda.device_count()),
+        ),
+    )
     if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)

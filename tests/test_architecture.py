@@ -26,7 +26,7 @@ WAITING_METHODS = {
 }
 KNOWS_SWIFT = {
     "trainer.py",
-    "preflight/preflight/preflight/preflight/swift_parsing.py",
+    "preflight/preflight/preflight/preflight/preflight/swift_parsing.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }

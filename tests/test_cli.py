@@ -19,7 +19,7 @@ from swift_stage2 import __version__, cli
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.launch.rank_end import end_left_in, take_room
+from swift_stage2.launch.rank import end_left_in, take_room
 
 COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench")
 

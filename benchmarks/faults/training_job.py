@@ -25,8 +25,7 @@ from swift_stage2.config import Proof, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import plan_launch
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.shared_memory import mapped_by

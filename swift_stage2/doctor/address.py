@@ -12,7 +12,9 @@ from urllib.request import proxy_bypass
 
 from swift_stage2.config import RolloutConfig, ServerConfig, Stage2Config
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
-from swift_stage2.launch.ports import holder_of, is_here, refuse_busy_group_port, refuse_busy_server
+from swift_stage2.preflight.addresses import refuse_busy_group_port
+from swift_stage2.preflight.checks import Known
+from swift_stage2.process.ports import holder_of, is_here
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -22,16 +24,24 @@ def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) ->
     """The rows of all servers; one check per server hands on its address once a connection can be made."""
     exam.begin_section("Addresses")
     exam.check("API key", lambda: check_api_key(config.rollout))
-    return [_examine_server(exam, config, index, live=live) for index in range(len(config.rollout.servers))]
+    servers = config.rollout.servers
+    # On another machine another launch starts it; here it is looked at as any server that runs already.
+    launched = [
+        index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
+    ]
+    exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
+    return [
+        _examine_server(exam, config, index, live=live, is_launched=index in launched)
+        for index in range(len(servers))
+    ]
 
 
-def _examine_server(exam: Examination, config: Stage2Config, index: int, *, live: bool) -> Checked[str]:
+def _examine_server(
+    exam: Examination, config: Stage2Config, index: int, *, live: bool, is_launched: bool
+) -> Checked[str]:
     server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
     host = exam.check(f"server {index}: host", lambda: check_host(server))
-    # On another machine another launch starts it; here it is looked at as any server that runs already.
-    if not live and index < len(config.launch.servers) and is_here(server.host):
-        port = config.launch.servers[index].upstream_port
-        exam.check(f"server {index}: ports", lambda: check_ports_free(server, key, port), needs=[host])
+    if is_launched:
         return host
     route = exam.check(
         f"server {index}: {'answers' if live else 'port open'}",
@@ -78,12 +88,6 @@ def check_host(server: ServerConfig) -> Outcome[str]:
     proxies = _catching_proxies(server)
     told = f"; {', '.join(proxies)} would catch it and is ignored, as always for servers" if proxies else ""
     return ok(f"{server.host} is {address}{' (this machine)' if is_here(address) else ''}{told}", address)
-
-
-def check_ports_free(server: ServerConfig, key: str, upstream_port: int | None = None) -> Outcome[None]:
-    """Before ``launch``: nobody holds a port that it needs. Raises ConfigError as ``refuse_busy`` does."""
-    *first, last = [str(port) for _, port in refuse_busy_server(server, key, upstream_port).values()]
-    return ok(f"ports {', '.join(first)} and {last} are free")
 
 
 def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outcome[None]:

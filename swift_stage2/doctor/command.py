@@ -36,6 +36,7 @@ from swift_stage2.doctor.configuration import (
 )
 from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
+from swift_stage2.preflight.checks import Known
 from swift_stage2.process.visible_devices import select_devices
 from swift_stage2.terminal.output import let_go
 from swift_stage2.terminal.parser import CommandParser, rank_count
@@ -89,6 +90,9 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
         return False
     config = loaded.result
     exam.check("run directory", lambda: check_run_directory(config))
+    learner = config.launch.learner
+    num_ranks = learner.nnodes * (options.nproc_per_node or learner.nproc_per_node)
+    exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or config.launch.learner.devices:
         check_launch_plan(exam, config, path)
         _take_learner_device(config)

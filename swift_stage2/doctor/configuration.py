@@ -15,7 +15,7 @@ from swift_stage2.config.rules import Inequality
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
 from swift_stage2.launch.plan import LaunchPart, plan_launch
-from swift_stage2.launch.ports import is_here
+from swift_stage2.process.ports import is_here
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:

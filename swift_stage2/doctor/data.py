@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
@@ -14,14 +16,11 @@ from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.config import ServerEngine, Stage2Config
-from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.files import local_files
 from swift_stage2.doctor.configuration import check_accumulation
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
 from swift_stage2.preflight.answer_format import learn_answer_format
-from swift_stage2.preflight.dataset import advice_of, list_command, survey_data
-from swift_stage2.preflight.model import check_model
-from swift_stage2.preflight.model_family import check_family
+from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from swift_stage2.doctor.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
-_MOST_FAULTS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,10 @@ def examine_learner(
 ) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
     exam.begin_section("Model and data")
-    checkpoint = exam.check("model directory", lambda: check_checkpoint(config))
-    rows_checked = exam.check("data sets", lambda: check_rows(config))
+    found = torch.accelerator.current_accelerator(check_available=True)
+    devices = (found.type if found else None, torch.cuda.device_count())
+    rows = exam.show(config, Known(devices=devices, files=True, rows=True))
+    checkpoint, rows_checked = rows["model directory"], rows["data sets"]
     prepared = exam.check(
         "template",
         lambda: _prepare(config, scratch),
@@ -72,11 +72,8 @@ def examine_learner(
     )
     exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
     if config.stage2_ab.evaluation.every_steps:
-        exam.check(
-            "validation set",
-            lambda: check_validation_rows(config, prepared.result.num_validation_rows),
-            needs=[prepared, rows_checked],
-        )
+        num_rows = prepared.result.num_validation_rows if prepared.passed and rows_checked.passed else 0
+        exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
         exam.check(
             "evaluations",
             lambda: check_evaluation_steps(config, prepared.result.max_steps),
@@ -96,60 +93,6 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
         f"{prepared.dtype}",
         prepared,
     )
-
-
-def check_checkpoint(config: Stage2Config) -> Outcome[None]:
-    """Raises ConfigError as ``check_model`` and ``check_family`` do."""
-    check_model(config.swift)
-    check_family(config)
-    named = [
-        f"{name} {config.swift[name]}"
-        for name in ("model", "adapters", "resume_from_checkpoint")
-        if config.swift.get(name)
-    ]
-    return ok(", ".join(named))
-
-
-def check_rows(config: Stage2Config) -> Outcome[None]:
-    """Every row of every local file. Raises DatasetError and ConfigError as ``survey_data`` does."""
-    bad: list[str] = []
-    advice: list[str] = []
-    num_rows, commands = 0, []
-    for argument, findings in survey_data(config).items():
-        num_rows += findings.num_rows
-        faults = [fault for fault in findings.faults if not fault.rule.is_advice]
-        if faults:
-            shown = " | ".join(map(str, faults[:_MOST_FAULTS_SHOWN]))
-            more = findings.num_faults - _MOST_FAULTS_SHOWN
-            bad.append(
-                f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults: {shown}"
-                + (f" | and {more:,} more" if more > 0 else "")
-            )
-            commands.append(list_command(findings))
-        advice += [f"swift.{argument}: {line}" for line in advice_of(findings)]
-    if bad:
-        return failed(" ".join(bad), f"mend or remove these rows; list all: {' and '.join(commands)}")
-    names = [", ".join(named_places(config.swift, "dataset"))]
-    if validation := named_places(config.swift, "val_dataset"):
-        names.append(f"for validation {', '.join(validation)}")
-    if num_rows == 0:
-        return ok(f"{'; '.join(names)}: no local JSONL, so that no row was checked")
-    found = f"{'; '.join(names)}: all {num_rows:,} rows checked, each with its picture, boxes and answer"
-    if advice:
-        return warning(f"{found}; {' | '.join(advice)}", "look at these rows; such rows train as they are")
-    return ok(found)
-
-
-def check_validation_rows(config: Stage2Config, num_rows: int) -> Outcome[None]:
-    """How many of the rows that an evaluation asks for there are. Raises ConfigError when there are none."""
-    config.check_validation_set(num_rows)
-    wanted = config.stage2_ab.evaluation.num_samples
-    if num_rows < wanted:
-        return warning(
-            f"it has {num_rows} rows, stage2_ab.evaluation.num_samples is {wanted}: each asks all of them",
-            f"write stage2_ab.evaluation.num_samples: {num_rows}, or name a larger swift.val_dataset",
-        )
-    return ok(f"every evaluation asks the first {wanted} of its {num_rows} rows")
 
 
 def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None]:

@@ -9,14 +9,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import SampleError, Stage2Error, UserError
+from swift_stage2.preflight.checks import Check, Known, due_checks
 
 logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
+_MOST_NOTES = 10
 
 
 class Verdict(StrEnum):
@@ -143,6 +147,15 @@ class Examination:
         self.findings.append(finding)
         return Checked(finding, outcome.value, cause)
 
+    def show(
+        self, config: Stage2Config, known: Known, *, needs: Sequence[Checked[Any]] = ()
+    ) -> dict[str, Checked[None]]:
+        """A row for each check of ``preflight.checks`` whose needs are ``known``, by its name."""
+        return {
+            check.name: self.check(check.name, partial(_outcome_of, check, config, known), needs=needs)
+            for check in due_checks(known)
+        }
+
     @property
     def num_failed(self) -> int:
         """Rows that failed, those that could not be checked because of another left out."""
@@ -165,6 +178,19 @@ class Examination:
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         return " ".join(text.split())
+
+
+def _outcome_of(check: Check, config: Stage2Config, known: Known) -> Outcome[None]:
+    try:
+        found = check.find(config, known)
+    except UserError as error:
+        notes = getattr(error, "__notes__", [])
+        raise type(error)(" | ".join([*notes[:_MOST_NOTES], str(error)])) from error
+    if found is None:
+        return left_out("does not apply to this configuration")
+    if found.advice:
+        return warning(f"{found.text}; {' | '.join(found.advice)}", found.remedy)
+    return ok(found.text)
 
 
 def _cut_remedy(message: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import TimedCall
 from swift_stage2.doctor.server_identity import ServerIdentity
 from swift_stage2.errors import WeightSyncHang
-from swift_stage2.launch.ports import is_here
+from swift_stage2.process.ports import is_here
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.weights.export import WeightExport
 

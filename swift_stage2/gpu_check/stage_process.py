@@ -18,10 +18,8 @@ from pathlib import Path
 
 from swift_stage2.errors import CheckSkipped
 from swift_stage2.gpu_check.stage import STAGES, Context, FigureLog, Stage, Status, one_line
-from swift_stage2.launch.descendants import adopt_orphans
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
-from swift_stage2.launch.process_tree import Command
+from swift_stage2.launch.job import Job, last_cause
+from swift_stage2.launch.process_tree import Command, adopt_orphans
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.whole_file import write_whole
 

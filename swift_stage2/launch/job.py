@@ -1,7 +1,8 @@
-"""All process trees of one launch: started, followed, and ended together."""
+"""All process trees of one launch: started, followed by their logs, and ended together."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,7 @@ from types import TracebackType
 
 import psutil
 
-from swift_stage2.launch.descendants import end_descendants
-from swift_stage2.launch.log_follower import LogFollower
-from swift_stage2.launch.process_tree import Command, ProcessTree
+from swift_stage2.launch.process_tree import Command, ProcessTree, end_descendants
 from swift_stage2.launch.stop_signals import StopSignals
 
 _POLL_S = 0.1
@@ -101,3 +100,72 @@ class Job:
                 self.say(f"{tree.command.name} is killed before it has ended in order")
                 tree.kill_warden()
         self.end_abandoned(tree, at_once=self._signals.wants_haste)
+
+
+_COLOURS = ("\033[36m", "\033[33m", "\033[35m", "\033[32m", "\033[34m")
+_RESET = "\033[0m"
+_REDRAW_INTERVAL_S = 1.0
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
+
+
+class LogFollower:
+    """Shows what is appended to one file. A progress bar redraws itself after ``\\r``: one state a second is shown."""
+
+    def __init__(self, path: Path, name: str, show: Callable[[str], None], colour: int | None = None) -> None:
+        self._show = show
+        self._prefix = (
+            f"[{name}]" if colour is None else f"{_COLOURS[colour % len(_COLOURS)]}[{name}]{_RESET}"
+        )
+        self._redrawn_at = -_REDRAW_INTERVAL_S
+        self._rest = b""
+        self._file = path.open("rb")
+        self._file.seek(0, 2)
+
+    def pump(self) -> None:
+        """Shows every whole line since the last call."""
+        data = self._rest + self._file.read()
+        end = 0
+        for found in _LINE.finditer(data):
+            end = found.end()
+            self._emit(found.group())
+        self._rest = data[end:]
+
+    def close(self) -> None:
+        """Shows the rest, also without an end of line."""
+        self.pump()
+        self._emit(self._rest)
+        self._file.close()
+
+    def _emit(self, line: bytes) -> None:
+        text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+        if not text.strip():
+            return
+        if line.endswith(b"\r"):
+            now = time.monotonic()
+            if now - self._redrawn_at < _REDRAW_INTERVAL_S:
+                return
+            self._redrawn_at = now
+        self._show(f"{self._prefix} {text}")
+
+
+_SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")
+_OWN_ERROR = re.compile(r"swift-stage2(?: \w+)*: error: ")
+_OURS_RAISED = re.compile(r"^swift_stage2\.errors\.\w+: ")  # says more than what it was raised from
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b")
+
+
+def last_cause(log_path: Path, offset: int = 0) -> str:
+    """``offset``: bytes of earlier processes in the same log."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(offset)
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as exc:
+        return f"its log cannot be read ({exc})"
+    lines = [_SOURCE_PREFIX.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    for pattern in (_OWN_ERROR, _OURS_RAISED, _RAISED):
+        for line in lines:  # the first failure is the cause, later ones follow from it
+            if pattern.match(line):
+                return line
+    return lines[-1] if lines else "it wrote nothing"

@@ -10,32 +10,19 @@ from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
-from swift_stage2.launch.descendants import adopt_orphans
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.ports import (
-    is_here,
-    lone_names,
-    open_servers,
-    refuse_busy_ports,
-    refuse_deaf_endpoint,
-    refuse_lone_addresses,
-)
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.launch.rank_end import end_left_in, take_room
+from swift_stage2.launch.process_tree import ProcessTree, adopt_orphans
+from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
-from swift_stage2.launch.run_end import describe_end
-from swift_stage2.launch.run_view import RunView
+from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
 from swift_stage2.launch.stop_signals import StopSignals
-from swift_stage2.launch.wait_notice import WaitNotice
-from swift_stage2.preflight.dataset import check_data
-from swift_stage2.preflight.model import check_hub_ids, check_model
-from swift_stage2.preflight.model_family import check_family
-from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.preflight.addresses import warn_of_servers
+from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.process.ports import is_here
+from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.run_directory.resume import check_world_size
 from swift_stage2.terminal.output import print_error
 
 _USER_MISTAKE = 2
@@ -82,26 +69,17 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
-    if config.b_enabled:
-        refuse_lone_addresses(config)
+    run_checks(config, Known(addresses=True))
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
-    if (endpoint := config.launch.learner.rdzv_endpoint) is not None:
-        refuse_deaf_endpoint(endpoint)
-    check_model(config.swift)
-    check_family(config)
-    check_data(config)
-    check_hub_ids(config.swift)
+    run_checks(config, Known(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
     with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
-        start = starting_point(config, resume=resume)
-        if start.checkpoint is not None and config.b_enabled:
-            learner = config.launch.learner
-            check_world_size(
-                str(start.checkpoint), learner.nnodes * (nproc_per_node or learner.nproc_per_node)
-            )
-        refuse_busy_ports(plan.servers)
+        start = starting_point(config, resume=True) if resume else StartingPoint()
+        num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
+        held = Known(run_directory=True, num_ranks=num_ranks, started_servers=plan.server_indices)
+        run_checks(start.begin(config), held)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
@@ -109,8 +87,8 @@ def launch(
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
-        if status and (cause := _cause_left_in(plan.exit_status_file)):
-            print_error("launch", cause)  # the last line names the cause, however much was told after it
+        if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
+            print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status
 
 
@@ -129,8 +107,8 @@ def _serve_this_machine(
                 else "add an entry to launch.servers for each of rollout.servers"
             )
         )
-    refuse_busy_ports(plan.servers)
-    for warning in (*lone_names(plan.servers), *open_servers(plan.servers, config.rollout.api_key())):
+    run_checks(config, Known(started_servers=plan.server_indices))
+    for warning in warn_of_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
@@ -311,16 +289,5 @@ def _follow(
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:
     """The status that a rank gave, where it could (torchrun turns every failure into 1), and a user's mistake."""
     status = learner.poll() or 0
-    if status == 0:
-        return 0, ""
-    try:
-        return end_left_in(exit_status_file)
-    except (OSError, ValueError):
-        return status, ""
-
-
-def _cause_left_in(exit_status_file: Path) -> str:
-    try:
-        return end_left_in(exit_status_file)[1]
-    except (OSError, ValueError):
-        return ""
+    left = end_left_in(exit_status_file) if status else None
+    return left or (status, "")

@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from enum import Enum, auto
 
-from swift_stage2.config import RestartConfig
+from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ServerUnavailable
-from swift_stage2.launch.job import Job
-from swift_stage2.launch.last_cause import last_cause
+from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.ports import Listener, is_quiet, listener_at
 from swift_stage2.launch.process_tree import Command, ProcessTree
-from swift_stage2.launch.restarts import RestartBudget
+from swift_stage2.process.ports import Listener, is_quiet, listener_at
 
 _LOOK_INTERVAL_S = 1.0
 _PORT_PATIENCE_S = 60.0
@@ -195,3 +193,24 @@ class ManagedServer:
                 self.planned.commands, self.trees, self.planned.http_ports, strict=True
             )
         ]
+
+
+class RestartBudget:
+    """One server's restarts in one run."""
+
+    def __init__(self, config: RestartConfig) -> None:
+        self._config = config
+        self.num_restarts = 0
+
+    def next_delay_s(self, status: int) -> float | None:
+        """Seconds to wait before the next start of a server that ended with ``status``; None: leave it ended."""
+        config = self._config
+        if config.policy is RestartPolicy.NEVER or status == 0 or self.num_restarts >= config.max_restarts:
+            return None
+        delay_s = config.backoff_s * 2.0**self.num_restarts
+        self.num_restarts += 1
+        return delay_s
+
+    def describe(self) -> str:
+        """For people: which restart this is."""
+        return f"restart {self.num_restarts} of {self._config.max_restarts}"

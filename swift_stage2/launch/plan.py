@@ -25,16 +25,10 @@ EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
 
 # What an outer torchrun or ms-swift launcher may have left in the environment; it would be taken for ours.
-_FOREIGN_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("NPROC_PER_NODE", "NNODES", "NODE_RANK"),
 )
-_FOREIGN_SIZE = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 _RUN_ID = "stage2"
 _CHECK_GRACE_S = 1.0
 _MERGER_GRACE_S = 10.0
@@ -56,14 +50,14 @@ class LaunchPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
-    """A server to start, where it will answer, and the key that says so in the configuration.
+    """A server to start, where it will answer, and its number in ``launch.servers``.
 
     With a ``merger`` that is what answers at ``address``, and the server listens on ``upstream_port``.
     """
 
     command: Command
     address: ServerConfig
-    key: str
+    index: int
     merger: Command | None = None
     upstream_port: int | None = None
     is_stock: bool = False
@@ -82,7 +76,7 @@ class PlannedServer:
 
     @property
     def quiet_port(self) -> int | None:
-        """The port that must be quiet before the start; see ``ports.is_quiet``."""
+        """The port that must be quiet before the start; see ``process.ports.is_quiet``."""
         return self.http_ports[0] if self.is_stock else None
 
     @property
@@ -106,6 +100,11 @@ class LaunchPlan:
     argument_check: Command | None = None
     restart: RestartConfig = field(default_factory=RestartConfig)
     rendezvous: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def server_indices(self) -> list[int]:
+        """Numbers of the planned servers in ``launch.servers``."""
+        return [server.index for server in self.servers]
 
 
 def plan_launch(
@@ -214,7 +213,7 @@ def _plan_server(
     return PlannedServer(
         command=command,
         address=address,
-        key=f"rollout.servers[{index}]",
+        index=index,
         merger=_plan_merger(config, index, process, address, outer),
         upstream_port=process.upstream_port,
         is_stock=process.engine is ServerEngine.SWIFT,
@@ -331,7 +330,7 @@ def torchrun_command(
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` without what an outer torchrun or ms-swift launcher may have left in it."""
-    return {key: text for key, text in environment.items() if key not in _FOREIGN_RANK + _FOREIGN_SIZE}
+    return {key: text for key, text in environment.items() if key not in _FOREIGN}
 
 
 def _environment(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
@@ -16,22 +15,6 @@ from swift_stage2.servers.session import Deadline, ServerSession
 
 _PAUSE_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
-
-
-class Readiness(Protocol):
-    """What the launcher asks of a server's start."""
-
-    last_error: str
-    refusal: str | None
-    """What no waiting mends."""
-
-    @property
-    def answered(self) -> bool: ...
-
-    @property
-    def expired(self) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 class ListeningProbe:
@@ -114,3 +97,6 @@ class ReadinessProbe:
                 else:
                     self._answered.set()
                     return
+
+
+Readiness = ListeningProbe | ReadinessProbe

@@ -43,11 +43,6 @@ class SharedMemoryWatch:
         self._inodes: dict[str, int | None] = {}
         self._foreign: set[str] = set()
 
-    @property
-    def seen(self) -> set[str]:
-        """Paths of all segments that the processes had mapped and that were not there before."""
-        return set(self._inodes)
-
     def look(self, processes: Iterable[psutil.Process]) -> None:
         """Notes what these processes have mapped now."""
         tree = list(processes)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from swift_stage2.launch.descendants import adopt_orphans, end_descendants
+from swift_stage2.launch.process_tree import adopt_orphans, end_descendants
 from swift_stage2.launch.shared_memory import SharedMemoryWatch
 from swift_stage2.launch.stop_signals import StopSignals
 

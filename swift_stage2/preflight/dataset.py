@@ -13,6 +13,7 @@ from typing import Any
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
+from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import Findings, survey
@@ -20,22 +21,39 @@ from swift_stage2.errors import ConfigError, DatasetError
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOGGED = 20
+_MOST_TOLD = 20
 _PROGRESS_EVERY_S = 10.0
 
 
-def check_data(config: Stage2Config) -> None:
-    """Checks every row of every local JSONL of a run.
-
-    Every fault is logged, up to a number, before the first is raised; so is advice, which refuses nothing.
+def check_data(config: Stage2Config) -> tuple[str, list[str]]:
+    """Checks every row of every local JSONL of a run. Returns what was found, and advice, which refuses nothing.
 
     Raises:
-        DatasetError: names key, file, line, problem and remedy, and how many rows have faults.
+        DatasetError: names key, file, line, problem and remedy, and how many rows have faults; each fault, up to a
+            number, is a note of it where there are several.
         ConfigError: as ``survey_data`` does.
     """
-    for argument, findings in survey_data(config).items():
-        _log(argument, findings)
-        refuse_faults(argument, findings)
+    surveyed = survey_data(config)
+    refused: list[DatasetError] = []
+    for argument, findings in surveyed.items():
+        try:
+            refuse_faults(argument, findings)
+        except DatasetError as error:
+            refused.append(error)
+    for other in refused[1:]:
+        for note in (str(other), *getattr(other, "__notes__", ())):
+            refused[0].add_note(note)
+    if refused:
+        raise refused[0]
+    names = ", ".join(named_places(config.swift, "dataset"))
+    if validation := named_places(config.swift, "val_dataset"):
+        names += f"; for validation {', '.join(validation)}"
+    if not (num_rows := sum(findings.num_rows for findings in surveyed.values())):
+        return f"{names}: no local JSONL, so that no row was checked", []
+    found = f"{names}: all {num_rows:,} rows checked, each with its picture, boxes and answer"
+    return found, [
+        f"swift.{name}: {line}" for name, findings in surveyed.items() for line in _advice(findings)
+    ]
 
 
 def survey_data(config: Stage2Config) -> dict[str, Findings]:
@@ -93,45 +111,33 @@ def _check_split(ratio: Any) -> None:
 
 
 def refuse_faults(argument: str, findings: Findings) -> None:
-    """Raises DatasetError with the first fault and the number of rows that have any."""
+    """Raises DatasetError with the first fault and the number of rows that have any; faults are notes of it."""
     faults = [fault for fault in findings.faults if not fault.rule.is_advice]
     if not faults:
         return
     first = min(faults, key=lambda fault: (findings.files.index(fault.place.file), fault.place.line))
     if findings.num_bad_rows == 1:
         raise DatasetError(f"swift.{argument}: {first}")
-    raise DatasetError(
+    error = DatasetError(
         f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: {first}; "
-        f"list all: {list_command(findings)}"
+        f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}"
     )
+    for rule in Rule:
+        of_rule = [] if rule.is_advice else findings.of(rule)
+        for fault in of_rule[:_MOST_TOLD]:
+            error.add_note(f"swift.{argument}: {fault}")
+        if of_rule and (more := findings.counts.get(rule, 0) - _MOST_TOLD) > 0:
+            error.add_note(f"swift.{argument}: {rule}: and {more:,} more")
+    raise error
 
 
-def list_command(findings: Findings) -> str:
-    """What shows every fault of these files."""
-    return f"swift-stage2 data check {' '.join(map(str, findings.files))}"
-
-
-def advice_of(findings: Findings) -> list[str]:
+def _advice(findings: Findings) -> list[str]:
     """One line per rule whose breach trains, with its count and its first place."""
     return [
         f"{rule}: {findings.counts[rule]:,} of {findings.num_rows:,} rows, the first: {findings.of(rule)[0]}"
         for rule in Rule
         if rule.is_advice and findings.counts.get(rule)
     ]
-
-
-def _log(argument: str, findings: Findings) -> None:
-    if not _is_first_rank():
-        return
-    if findings.num_bad_rows > 1:
-        for rule in Rule:
-            faults = [] if rule.is_advice else findings.of(rule)
-            for fault in faults[:_MOST_LOGGED]:
-                logger.error("swift.%s: %s", argument, fault)
-            if (more := findings.counts.get(rule, 0) - _MOST_LOGGED) > 0 and faults:
-                logger.error("swift.%s: %s: and %s more", argument, rule, f"{more:,}")
-    for advice in advice_of(findings):
-        logger.warning("swift.%s: %s", argument, advice)
 
 
 def _is_first_rank() -> bool:

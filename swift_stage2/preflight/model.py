@@ -1,12 +1,15 @@
-"""Refuses a missing or cut checkpoint with one line, before a hub client would go looking for it outside.
+"""Refuses in one line a missing or cut checkpoint, and by name a model whose answers channel B could not read or teach.
 
-Looks at directories and the heads of weight files only; a hub id is ms-swift's own business, except where the user
-has said that there is no network. Called by ``launch``, by every rank, and by the rollout server for its model.
+Looks at directories, the heads of weight files, ``config.json`` and the first row of the data set; loads no ms-swift. A
+hub id is ms-swift's own business, except where the user has said that there is no network. A model that has no name
+here is judged by its template, once that is there (``Encoder``). docs/models.md is the list.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
+from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
+from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
@@ -25,6 +30,30 @@ _MARKS = {
     "adapters": "adapter_config.json",
     "resume_from_checkpoint": "trainer_state.json",
 }
+
+_REMEDY = "train an Instruct model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, in stage 1 as well"
+# The last part of a path or hub id, or the part that Hugging Face's cache names after the hub id.
+_THINKING_NAME = re.compile(r"-Thinking(-FP8)?(?=/snapshots/[^/]+/?$|/?$)", re.IGNORECASE)
+# Architectures whose every chat template in ms-swift begins an answer with thoughts, empty ones mostly.
+_THINKING = frozenset(
+    {
+        "InternS1ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForConditionalGeneration",
+    }
+)
+# Architectures that ms-swift writes placeholders of as plain JSON, given QWENVL_BBOX_FORMAT=new.
+_PLAIN_BOXES = frozenset(
+    {
+        *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        *("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
+        *("LLaVAOneVision1_5_ForConditionalGeneration", "LlavaOnevision2ForConditionalGeneration"),
+    }
+)
+_PLACEHOLDERS = ("<bbox>", "<ref-object>")
+_MOE = "Qwen3VLMoeForConditionalGeneration"
 
 
 def check_model(swift_arguments: Mapping[str, Any]) -> None:
@@ -45,13 +74,16 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_hub_ids(swift_arguments: Mapping[str, Any]) -> None:
-    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does."""
+def check_hub_ids(swift_arguments: Mapping[str, Any]) -> list[str]:
+    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does; returns them."""
     uses_hf = _is_on(str(swift_arguments.get("use_hf", "")))
+    hub_ids = []
     for argument in ("model", "adapters"):
         for place in named_places(swift_arguments, argument):
             if not _is_local(place):
                 check_hub_id(f"swift.{argument}", place, uses_hf=uses_hf)
+                hub_ids.append(place)
+    return hub_ids
 
 
 def check_hub_id(argument: str, hub_id: str, *, uses_hf: bool = False) -> None:
@@ -114,3 +146,62 @@ def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> N
                 f"{setting} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
                 f"{' '.join(str(error).split())}; copy or save it again, a full disk or a broken copy has cut it"
             ) from error
+
+
+def check_family(config: Stage2Config) -> None:
+    """Refuses what channel B cannot do with this model; a run without channel B may train any.
+
+    Raises:
+        ConfigError: answers would begin with thoughts, boxes would be written in tags, or the servers would read the
+            weights in another layout.
+        DatasetError: as ``local_files`` does.
+    """
+    if not config.b_enabled:
+        return
+    swift = config.swift
+    for model in named_places(swift, "model"):
+        architecture = _architecture(Path(model).expanduser())
+        if architecture in _THINKING or _THINKING_NAME.search(model):
+            named = f" ({architecture})" if architecture else ""
+            raise ConfigError(
+                "answers must begin with their list of objects, got "
+                f"model={model!r}{named}, which thinks first; {_REMEDY}"
+            )
+        if swift.get("external_plugins"):
+            continue  # which may give the model a template of its own
+        if architecture and architecture not in _PLAIN_BOXES and _uses_placeholders(swift):
+            raise ConfigError(
+                f"boxes must be written as [x1, y1, x2, y2], got a model {model!r} ({architecture}) for which ms-swift "
+                "writes <bbox> and <ref-object> in another format; write labels and boxes out in every answer, boxes "
+                f"in thousandths of the image's width and height, or {_REMEDY}"
+            )
+        engines = [server.engine for server in config.launch.servers]
+        if architecture == _MOE and any(engine is not ServerEngine.TRANSFORMERS for engine in engines):
+            raise ConfigError(
+                f"experts of {_MOE} must reach a server as the learner holds them, got engine={str(engines[0])!r}, "
+                "and vLLM reads them transposed; set launch.servers[].engine: transformers, or train a dense model"
+            )
+
+
+def _architecture(directory: Path) -> str:
+    """Of a local checkpoint; empty where nothing is known of it here."""
+    try:
+        named = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""  # a hub id, or what ms-swift will refuse with its own words
+    return str(named)
+
+
+def _uses_placeholders(swift: Mapping[str, Any]) -> bool:
+    """Whether the first row of any local training set leaves its boxes or labels to the template."""
+    return any(_answer_has_placeholders(file) for file in local_files(swift)["dataset"])
+
+
+def _answer_has_placeholders(file: Path) -> bool:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        first = next((line for line in lines if line.strip()), "")
+    try:
+        answer = json.loads(first)["messages"][-1]["content"]
+    except (ValueError, LookupError, TypeError):
+        return False  # the check of every row says what is wrong with it
+    return isinstance(answer, str) and any(mark in answer for mark in _PLACEHOLDERS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
-from swift_stage2.launch.rank_end import as_rank
+from swift_stage2.launch.rank import as_rank
 from swift_stage2.replay.recorded_run import RecordedRun, read_run
 from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict
 from swift_stage2.run_directory.claim import claim_directory

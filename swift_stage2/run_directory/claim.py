@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ class StartingPoint:
     checkpoint: Path | None = None
     """To resume from, where the configuration names none."""
     notes: tuple[str, ...] = ()
+
+    def begin(self, config: Stage2Config) -> Stage2Config:
+        """``config`` that goes on from ``checkpoint``, if there is one."""
+        if self.checkpoint is None:
+            return config
+        return replace(config, swift={**config.swift, "resume_from_checkpoint": str(self.checkpoint)})
 
 
 def written_directory(swift: Mapping[str, Any]) -> Path | None:

@@ -12,8 +12,7 @@ import pytest
 
 from swift_stage2.demo.child_runs import Child, ChildRuns, remaining_children, words_of_launcher
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.last_cause import last_cause
-from swift_stage2.launch.log_follower import LogFollower
+from swift_stage2.launch.job import LogFollower, last_cause
 
 PATIENCE_S = 60.0
 # Never ends, and leaves a grandchild in a session of its own, as torchrun does.

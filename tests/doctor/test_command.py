@@ -110,7 +110,7 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
         "request time": "30 >= 1 + 100 / 400 = 2",
         "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
         "devices": "learner: CPU only; server 0: CPU only",
-        "server 0: ports": f"ports {port} and {group_port} are free",
+        "ports": f"ports {port} and {group_port} are free",
     }
     for check, text in numbers.items():
         assert report.verdict(check) == "ok", report.row(check)

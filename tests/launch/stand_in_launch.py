@@ -48,7 +48,7 @@ servers = tuple(
     PlannedServer(
         command=command(f"server{index}", argv, SERVER_GRACE_S),
         address=ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1),
-        key=f"rollout.servers[{index}]",
+        index=index,
         merger=merger(index, port),
         upstream_port=spec.get("upstream_port"),
         is_stock=bool(spec.get("is_stock")),

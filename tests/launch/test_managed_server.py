@@ -1,13 +1,13 @@
-"""When a server may start, with real ports and a job that only listens."""
+"""When a server may start, with real ports and a job that only listens, and whether it is started again."""
 
 from __future__ import annotations
 
 import pytest
 from closed_connection import leave_closed_connection
 
-from swift_stage2.config import RestartConfig, ServerConfig
+from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
-from swift_stage2.launch.managed_server import ManagedServer
+from swift_stage2.launch.managed_server import ManagedServer, RestartBudget
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.launch.process_tree import Command
 
@@ -25,7 +25,7 @@ class ListeningJob:
 def managed(port: int, patience_s: float, *, is_stock: bool = True) -> ManagedServer:
     command = Command(name="server0", argv=("x",), environment={}, grace_s=1.0)
     address = ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1)
-    planned = PlannedServer(command=command, address=address, key="rollout.servers[0]", is_stock=is_stock)
+    planned = PlannedServer(command=command, address=address, index=0, is_stock=is_stock)
     return ManagedServer(planned, RestartConfig(), 60.0, patience_s)
 
 
@@ -49,3 +49,20 @@ def test_a_server_of_ours_takes_the_port_at_once() -> None:
     job = ListeningJob()
     assert managed(leave_closed_connection(), 3600.0, is_stock=False).may_start(job)  # type: ignore[arg-type]
     assert job.said == []
+
+
+def test_nothing_is_restarted_unless_that_is_wanted() -> None:
+    assert RestartBudget(RestartConfig()).next_delay_s(137) is None
+
+
+def test_an_orderly_end_is_no_failure() -> None:
+    budget = RestartBudget(RestartConfig(policy=RestartPolicy.ON_FAILURE))
+    assert budget.next_delay_s(0) is None
+    assert budget.num_restarts == 0
+
+
+@pytest.mark.parametrize("status", [1, 2, 137])
+def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
+    budget = RestartBudget(RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0))
+    assert [budget.next_delay_s(status) for _ in range(5)] == [2.0, 4.0, 8.0, None, None]
+    assert budget.describe() == "restart 3 of 3"

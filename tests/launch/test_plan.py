@@ -273,7 +273,7 @@ def test_servers_alone_have_no_learner() -> None:
     launch = {"servers": [{}], "learner": SEVERAL}
     plan = plan_launch(config(launch=launch), Path("run.yaml"), OUTER, part=LaunchPart.SERVERS)
     assert plan.learner is None
-    assert [server.key for server in plan.servers] == ["rollout.servers[0]"]
+    assert plan.server_indices == [0]
 
 
 def test_group_bind_reaches_servers_of_ours_alone() -> None:

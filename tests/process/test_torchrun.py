@@ -86,7 +86,7 @@ _AT_FIRST_SLOW_IMPORT = """
 import importlib.abc, os, pathlib, sys
 class Look(importlib.abc.MetaPathFinder):
     def find_spec(self, name, *_):
-        if name == "swift_stage2.launch.rank_work":
+        if name == "swift_stage2.launch.rank":
             files = list(pathlib.Path("/proc/self/fdinfo").iterdir())
             print(*[line for file in files if file.exists() for line in file.read_text().splitlines()], sep="\\n")
             sys.stdout.flush()

@@ -7,7 +7,7 @@ import pytest
 from telemetry.run_facts import PLAN_A, PLAN_B, skipped, step
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.launch.run_end import describe_end
+from swift_stage2.launch.run_view import describe_end
 from swift_stage2.records import BatchOutcome, PostFailure, RoundOutcome, RowOrigin, SampleKey, ServerReport
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run

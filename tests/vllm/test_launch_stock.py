@@ -12,7 +12,7 @@ from stock_server import CPU_PLUGIN, ENVIRONMENT, TEMPLATE
 
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.launch.ports import listener_at
+from swift_stage2.process.ports import listener_at
 
 pytestmark = pytest.mark.timeout(1800)
 

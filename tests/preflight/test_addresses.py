@@ -1,4 +1,4 @@
-"""Ports are checked before anything starts."""
+"""Addresses and ports that a run names are looked at before anything starts."""
 
 from __future__ import annotations
 
@@ -7,39 +7,18 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from closed_connection import leave_closed_connection
 
-from swift_stage2.config import ServerConfig, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch import launcher
 from swift_stage2.launch.launcher import launch
-from swift_stage2.launch.plan import LaunchPart, PlannedServer
-from swift_stage2.launch.ports import (
-    Listener,
-    is_here,
-    is_quiet,
-    listener_at,
-    refuse_busy_ports,
-    refuse_deaf_endpoint,
-    refuse_lone_addresses,
-)
-from swift_stage2.launch.process_tree import Command
-
-
-def planned(base_url: str, group_port: int) -> PlannedServer:
-    command = Command(name="server1", argv=("x",), environment={}, grace_s=1.0)
-    return PlannedServer(
-        command=command,
-        address=ServerConfig(base_url=base_url, group_port=group_port),
-        key="rollout.servers[1]",
-    )
+from swift_stage2.launch.plan import LaunchPart
+from swift_stage2.preflight.addresses import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
 
 
 @pytest.fixture
@@ -56,48 +35,36 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def started(*servers: dict[str, Any]) -> Stage2Config:
+    """Servers that launch starts."""
+    return bind(
+        Stage2Config,
+        {
+            "swift": {"model": "m"},
+            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+            "rollout": {"servers": list(servers)},
+            "launch": {"servers": [{} for _ in servers]},
+        },
+    )
+
+
+def here(port: int, group_port: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"base_url": f"http://{host}:{port}", "group_port": group_port}
+
+
 def test_free_ports_pass() -> None:
-    refuse_busy_ports([planned(f"http://127.0.0.1:{unused_port()}", unused_port())])
+    ports = [unused_port(), unused_port()]
+    assert refuse_busy_ports(started(here(*ports)), [0]) == ports
 
 
-def test_a_busy_http_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        refuse_busy_ports([planned(f"http://127.0.0.1:{busy_port}", unused_port())])
-    message = str(caught.value)
-    for part in (f"port={busy_port}", "rollout.servers[1].base_url", f"process {os.getpid()}"):
-        assert part in message
-    assert "\n" not in message
-
-
-def test_a_busy_group_port_is_named_with_its_key(busy_port: int) -> None:
+def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
+    config = started(here(busy_port, unused_port()), here(unused_port(), unused_port()))
+    with pytest.raises(ConfigError, match=rf"port={busy_port} .*process {os.getpid()} .*\[0\]\.base_url"):
+        refuse_busy_ports(config, [0])
+    refuse_busy_ports(config, [1])
+    config = started(here(unused_port(), unused_port()), here(unused_port(), busy_port))
     with pytest.raises(ConfigError, match=rf"port={busy_port} .*change rollout\.servers\[1\]\.group_port"):
-        refuse_busy_ports([planned(f"http://127.0.0.1:{unused_port()}", busy_port)])
-
-
-def test_a_port_whose_last_connection_just_closed_is_free_but_not_quiet() -> None:
-    port = leave_closed_connection()
-    refuse_busy_ports([planned(f"http://127.0.0.1:{port}", unused_port())])
-    assert not is_quiet(port)  # ms-swift would take the next one
-    assert is_quiet(unused_port())
-
-
-def test_a_host_that_is_not_this_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"this machine only.*host='192\.0\.2\.1'"):
-        refuse_busy_ports([planned("http://192.0.2.1:8000", 8001)])
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("localhost", True),
-        ("0.0.0.0", True),
-        ("192.0.2.1", False),
-        ("nowhere.invalid", False),
-    ],
-)
-def test_a_host_is_this_machine_if_it_can_be_bound(host: str, expected: bool) -> None:
-    assert is_here(host) is expected
+        refuse_busy_ports(config, [0, 1])
 
 
 @pytest.fixture
@@ -111,24 +78,20 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("names")
 def test_two_names_of_one_machine_are_one_place() -> None:
-    port, group_port = unused_port(), unused_port()
-    two = [
-        planned(f"http://{host}:{port + index}", group_port)
-        for index, host in enumerate(("twin", "127.0.0.1"))
-    ]
+    group_port = unused_port()
+    config = started(here(unused_port(), group_port, "twin"), here(unused_port(), group_port))
     with pytest.raises(
         ConfigError, match=rf"got port {group_port} of 127\.0\.0\.1, however it is named, for both"
     ):
-        refuse_busy_ports([two[0], replace(two[1], key="rollout.servers[2]")])
+        refuse_busy_ports(config, [0, 1])
 
 
 def test_an_interface_is_no_address_to_listen_on() -> None:
-    server = planned(f"http://127.0.0.1:{unused_port()}", unused_port())
-    server = replace(server, address=replace(server.address, group_bind="ib0"))
+    config = started(here(unused_port(), unused_port()) | {"group_bind": "ib0"})
     with pytest.raises(
-        ConfigError, match=r"servers\[1\]\.group_bind must be an address .*group_bind='ib0'; write one"
+        ConfigError, match=r"servers\[0\]\.group_bind must be an address .*group_bind='ib0'; write one"
     ):
-        refuse_busy_ports([server])
+        refuse_busy_ports(config, [0])
 
 
 @pytest.mark.parametrize(
@@ -212,41 +175,6 @@ def test_servers_alone_are_refused_where_none_is_this_machines(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"got launch\.servers with hosts=192\.0\.2\.1"):
         launch(str(path), part=LaunchPart.SERVERS)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_listener_is_known_by_its_process(busy_port: int) -> None:
-    listener = listener_at("127.0.0.1", busy_port)
-    assert listener is not None
-    assert listener.pid == os.getpid()
-    assert listener.is_below(os.getpid())
-
-
-def test_who_began_to_listen_while_processes_were_looked_at_is_looked_for_again(
-    busy_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first look finds the socket and, as it is too new, no process."""
-    looks, real = [], psutil.net_connections
-
-    def net_connections(kind: str) -> list[Any]:
-        found = real(kind=kind)
-        looks.append(kind)
-        return [entry._replace(pid=None) for entry in found] if len(looks) == 1 else found
-
-    monkeypatch.setattr(psutil, "net_connections", net_connections)
-    listener = listener_at("127.0.0.1", busy_port)
-    assert listener is not None
-    assert listener.pid == os.getpid()
-    assert len(looks) == 2
-
-
-def test_another_users_listener_has_no_process_at_any_look(
-    busy_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = psutil.net_connections
-    monkeypatch.setattr(
-        psutil, "net_connections", lambda kind: [entry._replace(pid=None) for entry in real(kind=kind)]
-    )
-    assert listener_at("127.0.0.1", busy_port) == Listener(None, "another user's")
 
 
 def test_a_rendezvous_that_torchrun_would_wait_for_in_silence_is_refused() -> None:

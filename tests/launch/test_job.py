@@ -1,4 +1,4 @@
-"""A growing file becomes prefixed lines."""
+"""A growing log becomes prefixed lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.launch.log_follower import LogFollower
+from swift_stage2.launch.job import LogFollower
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""One rank around its training: holds its run directory, begins where it may, and tells who started it how it ended.
+
+torchrun replaces every failure by 1. So a rank leaves its status and cause for the launcher in a file whose room it
+takes at the start, so that a full disk cannot hide its own name, and for torchrun in the error file that it names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from swift_stage2.config import Stage2Config
+from swift_stage2.errors import UserError
+from swift_stage2.launch.plan import EXIT_STATUS_FILE
+from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.process.torchrun import AgentWatch
+from swift_stage2.run_directory.claim import StartingPoint, starting_point, written_directory
+from swift_stage2.run_directory.lock import hold_run_directory
+
+USER_MISTAKE = 2
+_FAILED = 1
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
+_ROOM_BYTES = 4096
+_MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
+
+
+def as_rank(work: Callable[[], int]) -> int:
+    """What ``work`` returns; its status, and the cause if it raised, is left for who started this rank."""
+    status, cause = _FAILED, ""
+    try:
+        status = work()
+    except Exception as error:
+        status = USER_MISTAKE if isinstance(error, UserError) else _FAILED
+        cause = cause_of(error)
+        raise
+    finally:
+        _leave(status, cause)
+    return status
+
+
+def cause_of(error: BaseException) -> str:
+    """One line that names an error; what we raise on purpose names itself."""
+    words = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        words = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]} …"
+
+
+def take_room(path: Path) -> None:
+    """Begins the file in which the first rank that fails leaves its end. Raises OSError if there is no room for it."""
+    path.write_bytes(b" " * _ROOM_BYTES)
+
+
+def end_left_in(path: Path) -> tuple[int, str] | None:
+    """The status and cause that a rank left; None if none did."""
+    with suppress(OSError, ValueError):
+        status, _, cause = path.read_text(encoding="utf-8").strip().partition("\n")
+        return int(status), cause
+    return None
+
+
+def _leave(status: int, cause: str) -> None:
+    """The first rank that fails has the say; torchrun asks each of them."""
+    if status == 0:
+        return
+    if path := os.environ.get(EXIT_STATUS_FILE):
+        words = f"{status}\n{cause}" if cause else str(status)
+        with suppress(OSError), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # held for one short write
+            if not file.read().strip():
+                file.seek(0)
+                file.write(words.encode(errors="backslashreplace"))
+    if cause and (path := os.environ.get(_TORCHRUN_FILE)):
+        extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
+
+
+def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+    """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
+
+    ``agent``, entered, is given the run's grace.
+
+    Raises:
+        UserError: another run goes on in the run directory, or an earlier one would be written over.
+    """
+    rank = os.environ.get("RANK", "0")
+    agent.grace_s = config.launch.learner.shutdown_timeout_s
+    with ExitStack() as held:
+        if (run_dir := written_directory(config.swift)) is not None:
+            held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
+        start = starting_point(config, resume=True) if resume else StartingPoint()
+        run_checks(start.begin(config), Known(run_directory=True))
+        if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
+            for note in start.notes:
+                print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
+        trainer = importlib.import_module("swift_stage2.trainer")  # slow
+        if start.checkpoint is None:
+            return int(trainer.train(config_path))
+        return int(trainer.run_pipeline(start.begin(config), config_path, asks_servers=True))

@@ -1,0 +1,192 @@
+"""The checks of a run that need no template: ``train`` and ``launch`` stop at the first error, ``doctor`` shows all.
+
+A program runs those whose needs it has (``Known``), when it has them. What only the template, the model and answering
+servers can tell stands in the other files of this folder, and is asked by a run's start and by the doctor alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.swift_arguments import named_places
+from swift_stage2.errors import UserError
+from swift_stage2.preflight.addresses import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
+from swift_stage2.preflight.dataset import check_data
+from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
+from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
+from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
+from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.run_directory.resume import check_world_size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a program has when it asks; a check whose need is not there is left out."""
+
+    addresses: bool = False
+    """Names of hosts may be resolved."""
+    files: bool = False
+    """Directories, and heads of the files in them, may be read."""
+    rows: bool = False
+    """Every row of the data sets may be read."""
+    rank_environment: Mapping[str, str] | None = None
+    """Of one of torchrun's ranks."""
+    starts_learner: bool = False
+    """torchrun is still to be started, by this launch."""
+    run_directory: bool = False
+    """Held, so that nobody else begins there."""
+    num_ranks: int | None = None
+    started_servers: Sequence[int] | None = None
+    """Numbers in ``launch.servers`` of those that this machine is to start."""
+    devices: tuple[str | None, int] | None = None
+    """The accelerator that torch found, and how many CUDA devices."""
+    num_validation_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A check that refuses nothing: what it found, and advice for what trains but wastes or risks something."""
+
+    text: str
+    advice: Sequence[str] = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
+
+    ``find`` raises UserError; of a check that does not apply to the configuration it returns None.
+    """
+
+    name: str
+    needs: str
+    find: Callable[[Stage2Config, Known], Found | None]
+
+
+def run_checks(config: Stage2Config, known: Known) -> None:
+    """Runs what applies, in order; the first rank logs advice, and the notes of what refuses.
+
+    Raises:
+        UserError: of the first check that refuses.
+    """
+    tells = os.environ.get("RANK", "0") == "0"
+    for check in due_checks(known):
+        try:
+            found = check.find(config, known)
+        except UserError as error:
+            for note in getattr(error, "__notes__", ()) if tells else ():
+                logger.error("%s", note)
+            raise
+        for advice in found.advice if found is not None and tells else ():
+            logger.warning("%s", advice)
+
+
+def due_checks(known: Known) -> Iterator[Check]:
+    """Entries whose needs are there."""
+    for check in CHECKS:
+        need = getattr(known, check.needs)
+        if need is not None and need is not False:
+            yield check
+
+
+def _rank_environment(config: Stage2Config, known: Known) -> Found:
+    environment = known.rank_environment or {}
+    check_rank_environment(environment)
+    check_gloo_address(environment)
+    return Found(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+
+
+def _addresses(config: Stage2Config, known: Known) -> Found | None:
+    num_hosts = config.launch.learner.nnodes
+    if not config.b_enabled or num_hosts == 1:
+        return None
+    refuse_lone_addresses(config)
+    return Found(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
+
+
+def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
+    if (endpoint := config.launch.learner.rdzv_endpoint) is None:
+        return None
+    refuse_deaf_endpoint(endpoint)
+    return Found(f"{endpoint} has an address, and its port is free if it is this machine's")
+
+
+def _model(config: Stage2Config, known: Known) -> Found:
+    check_model(config.swift)
+    check_family(config)
+    names = ("model", "adapters", "resume_from_checkpoint")
+    return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
+
+
+def _data_sets(config: Stage2Config, known: Known) -> Found:
+    text, advice = check_data(config)
+    return Found(text, advice, "look at these rows; such rows train as they are")
+
+
+def _hub_ids(config: Stage2Config, known: Known) -> Found | None:
+    hub_ids = check_hub_ids(config.swift)
+    return Found(f"ms-swift finds {', '.join(hub_ids)} on a hub, or in its cache") if hub_ids else None
+
+
+def _earlier_run(config: Stage2Config, known: Known) -> Found:
+    starting_point(config, resume=False)
+    return Found("no earlier run is written over")
+
+
+def _checkpoint_ranks(config: Stage2Config, known: Known) -> Found | None:
+    checkpoints = named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []
+    for checkpoint in checkpoints:
+        check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
+    return Found(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else None
+
+
+def _ports(config: Stage2Config, known: Known) -> Found | None:
+    ports = list(map(str, refuse_busy_ports(config, known.started_servers or ())))
+    return Found(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else None
+
+
+def _devices(config: Stage2Config, known: Known) -> Found:
+    kind, num_devices = known.devices or (None, 0)
+    if config.swift.get("use_cpu") is True:
+        return Found("the learner computes on the CPU")
+    require_known_accelerator(kind)
+    require_visible_devices(os.environ, num_devices)
+    return Found(
+        f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only"
+    )
+
+
+def _validation_set(config: Stage2Config, known: Known) -> Found | None:
+    evaluation, num_rows = config.stage2_ab.evaluation, known.num_validation_rows or 0
+    if not evaluation.every_steps:
+        return None
+    config.check_validation_set(num_rows)
+    if num_rows < (wanted := evaluation.num_samples):
+        return Found(
+            f"its {num_rows} rows are asked by every evaluation",
+            (f"it has {num_rows} rows, stage2_ab.evaluation.num_samples is {wanted}: each asks all of them",),
+            f"write stage2_ab.evaluation.num_samples: {num_rows}, or name a larger swift.val_dataset",
+        )
+    return Found(f"every evaluation asks the first {wanted} of its {num_rows} rows")
+
+
+CHECKS = (
+    Check("rank environment", "rank_environment", _rank_environment),
+    Check("learner's devices", "devices", _devices),
+    Check("addresses of hosts", "addresses", _addresses),
+    Check("rendezvous", "starts_learner", _rendezvous),
+    Check("model directory", "files", _model),
+    Check("data sets", "rows", _data_sets),
+    Check("hub ids", "files", _hub_ids),
+    Check("earlier run", "run_directory", _earlier_run),
+    Check("ranks", "num_ranks", _checkpoint_ranks),
+    Check("ports", "started_servers", _ports),
+    Check("validation set", "num_validation_rows", _validation_set),
+)

@@ -1,0 +1,117 @@
+"""Ports and addresses of this machine: what is its own, what is free, and who listens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from swift_stage2.errors import ConfigError
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens on a port; no ``pid`` when the process is another user's."""
+
+    pid: int | None
+    name: str
+
+    def is_below(self, pid: int) -> bool:
+        """Whether it is process ``pid`` or one that hangs below it."""
+        if self.pid is None:
+            return False
+        try:
+            return self.pid == pid or any(parent.pid == pid for parent in psutil.Process(self.pid).parents())
+        except psutil.Error:
+            return False
+
+
+def listener_at(host: str, port: int) -> Listener | None:
+    """Who would answer at this address of this machine; None when nobody listens there."""
+    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    found = None
+    # Processes are looked at before sockets are: whoever began to listen between had a socket and no process.
+    for _ in range(2):
+        found = next((each for ip, each in _listeners(port) if ip in (address, *ANY_ADDRESS)), None)
+        if found is None or found.pid is not None:
+            break
+    return found
+
+
+def holder_of(port: int) -> str:
+    """Who listens there, as far as this user may know: `` by process N (NAME)``, or nothing."""
+    try:
+        found = next((each for _, each in _listeners(port) if each.pid), None)
+    except (psutil.Error, OSError):
+        return ""
+    if found is None:
+        return ""
+    return f" by process {found.pid} ({'this very process' if found.pid == os.getpid() else found.name})"
+
+
+def _listeners(port: int) -> Iterator[tuple[str, Listener]]:
+    """With the IP address that each listens at."""
+    for connection in psutil.net_connections(kind="tcp"):
+        local = connection.laddr
+        if connection.status != psutil.CONN_LISTEN or not local or local.port != port:
+            continue
+        try:
+            name = "another user's" if connection.pid is None else psutil.Process(connection.pid).name()
+        except psutil.Error:
+            continue  # it has just ended
+        yield local.ip, Listener(connection.pid, name)
+
+
+def is_quiet(port: int) -> bool:
+    """Whether a stock server would take this port. It asks without SO_REUSEADDR and on every address, so that
+    connections of an earlier server, kept by the system for a minute after they closed, move it to the next port.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine, or a name of one: whether it can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
+    """Checks one port; ``key`` is the one in the configuration that names it. Returns its IP address and port.
+
+    Raises:
+        ConfigError: the port is in use or closed to this user, or ``host`` is not this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        return str(address[0]), port
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {key} must be free, got port={port} in use{holder_of(port)}; "
+                f"end that process, or change {key}"
+            ) from exc
+        if exc.errno == errno.EACCES:
+            raise ConfigError(f"port {port} of {key} must be open to this user; change {key}") from exc
+        raise ConfigError(
+            f"launch starts servers on this machine only, got {key} with host={host!r} ({exc}); "
+            f"change {key}, or say launch --servers-only there and launch --learner-only here"
+        ) from exc
