@@ -26,7 +26,7 @@ WAITING_METHODS = {
 }
 KNOWS_SWIFT = {
     "trainer.py",
-    "preflight/preflight/preflight/preflight/preflight/swift_parsing.py",
+    "preflight/swift_parsing.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }
@@ -120,3 +120,18 @@ def test_no_file_of_a_bench_is_longer_than_400_lines(file: Path) -> None:
 def test_no_module_has_a_name_that_says_nothing() -> None:
     empty = {"utils", "common", "helpers", "types", "misc", "manager"}
     assert [name_of(file) for file in FILES if file.stem in empty or file.parent.name in empty] == []
+
+
+def test_the_root_of_the_package_shows_the_system() -> None:
+    """At most 16 modules beside the folders; every one of both stands in the layers and on the map."""
+    modules = {file.stem for file in PACKAGE.glob("*.py")}
+    assert len(modules) <= 16
+    parts = modules - {"__init__"} | {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    layers = (
+        (ROOT / "setup.cfg").read_text(encoding="utf-8").split("[importlinter:contract:rollout_server]")[0]
+    )
+    pages = (ROOT / "docs" / "design" / "README.md").read_text(encoding="utf-8")
+    assert {part for part in parts if f"swift_stage2.{part}" not in layers} == set()
+    assert {
+        part for part in parts - {"__main__"} if f"{part}/" not in pages and f"{part}.py" not in pages
+    } == set()
