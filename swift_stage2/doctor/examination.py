@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
+_DOES_NOT_APPLY = "does not apply to this configuration"
 _MOST_NOTES = 10
 
 
@@ -150,11 +151,18 @@ class Examination:
     def show(
         self, config: Stage2Config, known: Known, *, needs: Sequence[Checked[Any]] = ()
     ) -> dict[str, Checked[None]]:
-        """A row for each check of ``preflight.checks`` whose needs are ``known``, by its name."""
-        return {
-            check.name: self.check(check.name, partial(_outcome_of, check, config, known), needs=needs)
-            for check in due_checks(known)
-        }
+        """A row for each check of ``preflight.checks`` whose needs are ``known``, by its name.
+
+        A check that does not apply to the configuration has no row.
+        """
+        shown = {}
+        for check in due_checks(known):
+            checked = self.check(check.name, partial(_outcome_of, check, config, known), needs=needs)
+            if checked.finding.found == _DOES_NOT_APPLY:
+                self.findings.remove(checked.finding)
+            else:
+                shown[check.name] = checked
+        return shown
 
     @property
     def num_failed(self) -> int:
@@ -187,7 +195,7 @@ def _outcome_of(check: Check, config: Stage2Config, known: Known) -> Outcome[Non
         notes = getattr(error, "__notes__", [])
         raise type(error)(" | ".join([*notes[:_MOST_NOTES], str(error)])) from error
     if found is None:
-        return left_out("does not apply to this configuration")
+        return left_out(_DOES_NOT_APPLY)
     if found.advice:
         return warning(f"{found.text}; {' | '.join(found.advice)}", found.remedy)
     return ok(found.text)

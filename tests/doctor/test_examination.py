@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from swift_stage2.config import load_config
 from swift_stage2.doctor.command import findings_json, findings_table, summary_line
 from swift_stage2.doctor.examination import (
     Examination,
@@ -21,6 +23,7 @@ from swift_stage2.doctor.examination import (
     warning,
 )
 from swift_stage2.errors import ConfigError, ServerFault
+from swift_stage2.preflight.checks import Known
 
 
 def raising(error: Exception) -> Any:
@@ -161,3 +164,10 @@ def test_json_has_every_field_of_a_row() -> None:
         "fix": "start it",
         "counts_as_failed": True,
     }
+
+
+def test_a_check_that_does_not_apply_has_no_row() -> None:
+    config = load_config(Path(__file__).parents[2] / "configs" / "minimal.yaml")  # its learner has one host
+    exam = Examination()
+    exam.show(config, Known(addresses=True))
+    assert "addresses of hosts" not in {finding.check for finding in exam.findings}
