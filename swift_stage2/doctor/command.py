@@ -77,8 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hung:  # a thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever
         let_go()
         sys.stderr.flush()
-        os._exit(status_code)
+        end_process(status_code)
     return status_code
+
+
+def end_process(status: int) -> None:
+    """Ends without waiting for any thread."""
+    os._exit(status)
 
 
 def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> bool:
