@@ -12,11 +12,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
+
+if TYPE_CHECKING:
+    from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 _MARKER = ".swift-stage2"
