@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def options_of(planned: Turn, *, quick: bool) -> list[str]:
-    """What follows the bench's name on its command line."""
+    """The arguments after the bench's name."""
     if quick:
         return shlex.split(planned.quick)
     if planned.without_vllm is None or _has_vllm():
@@ -177,7 +177,7 @@ def _together(earlier: Sequence[BenchRun], runs: Sequence[BenchRun]) -> list[Ben
 
 
 def machine() -> dict[str, str]:
-    """What figures depend on: processor, cores, memory, system, versions of what is installed."""
+    """The machine that figures depend on: processor, cores, memory, system, versions of what is installed."""
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "processor": _processor(),

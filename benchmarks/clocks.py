@@ -1,4 +1,4 @@
-"""What a learner's clocks read, and where they leave it; without ms-swift, so that benches can import it.
+"""Clocks of a learner, which leave their readings in a file; without ms-swift, so that benches can import it.
 
 Of ``read_times``: ``end_ns`` is the moment, ``main_ns`` the calling thread's time on a core, ``others_ns`` that of all
 other threads, ``queued_ns`` how long the calling thread was ready to run and had no core. The rest of an interval it
@@ -39,7 +39,7 @@ def read_times() -> dict[str, int]:
 
 
 def read_clock(directory: Path) -> dict[str, list[int]]:
-    """What rank 0's clock left there."""
+    """The readings that rank 0 left there."""
     clock: dict[str, list[int]] = json.loads((directory / "rank0.json").read_text(encoding="utf-8"))
     return clock
 

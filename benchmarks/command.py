@@ -44,7 +44,7 @@ class Option:
     above: float | None = None
     below: float | None = None
     remedy: str = ""
-    """What to write instead; empty: the default."""
+    """A remedy in place of the default one; empty: the default."""
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Declares it, with its default in the help."""
@@ -81,7 +81,7 @@ class Option:
 
 
 class Turn(NamedTuple):
-    """How ``bench all`` asks a bench, in full and ``--quick``, and how many minutes it may then take."""
+    """Options and minutes that ``bench all`` gives a bench, in full and with ``--quick``."""
 
     minutes: int
     quick_minutes: int
@@ -102,9 +102,9 @@ class Bench:
     purpose: str
     detail: str = ""
     takes: str
-    """How long, on two cores."""
+    """Its usual duration on two cores."""
     succeeds: str = "everything was measured"
-    """What exit status 0 says."""
+    """The meaning of exit status 0."""
     options: tuple[Option, ...] = ()
     output: str = ""
     """Where results go; empty: ``runs/bench-NAME``, which is cleared of what an earlier run of it left."""

@@ -27,7 +27,7 @@ async def leave_while_it_waits(pool: ThreadPoolExecutor) -> weakref.ref[Body]:
     leaves = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
-        await leaves.wait()
+        await asyncio.wait_for(leaves.wait(), 60)
         return {"type": "http.disconnect"}
 
     body = Body()
