@@ -180,7 +180,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         check_model(config.swift)
         check_family(config)
         _warn(config)
-        return train_rank(config, config_path, agent, resume=resume)
+        return train_rank(config, agent, resume=resume)
 
     try:
         status = as_rank(work)

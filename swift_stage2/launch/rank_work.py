@@ -16,7 +16,7 @@ from swift_stage2.run_directory.claim import starting_point, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
 
 
-def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
     """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
 
     ``agent``, entered, is given the run's grace.
@@ -35,8 +35,8 @@ def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, res
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in start.notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
-        trainer = importlib.import_module("swift_stage2.trainer")  # slow
-        if start.checkpoint is None:
-            return int(trainer.train(config_path))
-        resumed = replace(config, swift={**config.swift, "resume_from_checkpoint": str(start.checkpoint)})
-        return int(trainer.run_pipeline(resumed, config_path, asks_servers=True))
+        if start.checkpoint is not None:
+            resumed = {**config.swift, "resume_from_checkpoint": str(start.checkpoint)}
+            config = replace(config, swift=resumed)
+        sft = importlib.import_module("swift_stage2.training.sft")  # loads torch
+        return int(sft.train(config))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, chdir, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, chdir
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.telemetry import LiveView, Telemetry
-from swift_stage2.trainer import Stage2Trainer, run_pipeline
+from swift_stage2.training.sft import train
 
 # What must not reach the run's own directory, or anybody's hub.
 _OWN_PLACE = {"add_version": False, "report_to": ["none"], "push_to_hub": False, "logging_dir": None}
@@ -65,8 +65,7 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
     learners: list[ReplayedLearner] = []
     difference = None
     try:
-        with _runs_made_by(partial(_make_run, recorded, learners)):
-            run_pipeline(config, str(config_path), asks_servers=False)
+        train(config, start_run=partial(_start_replay, recorded, learners), asks_servers=False)
     except ReplayDiffers as error:
         leave_job()  # raised on every rank alike
         difference = str(error)
@@ -79,17 +78,6 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
         unfinished_step=recorded.unfinished_step,
         difference=difference,
     )
-
-
-@contextmanager
-def _runs_made_by(make_run: Callable[..., Stage2Run]) -> Iterator[None]:
-    """Also those of a trainer that a plugin derives from ours."""
-    before = Stage2Trainer.make_run
-    Stage2Trainer.make_run = staticmethod(make_run)
-    try:
-        yield
-    finally:
-        Stage2Trainer.make_run = staticmethod(before)
 
 
 def _config_of(recorded: RecordedRun, output: Path) -> dict[str, Any]:
@@ -118,7 +106,7 @@ def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) ->
         )
 
 
-def _make_run(
+def _start_replay(
     recorded: RecordedRun,
     learners: list[ReplayedLearner],
     config: Stage2Config,

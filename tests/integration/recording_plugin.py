@@ -16,7 +16,7 @@ import torch
 from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 
-from swift_stage2.trainer import Stage2Trainer
+from swift_stage2 import Stage2Trainer
 
 WORKER = "swift_stage2.channel_b.preprocessing_worker"
 

@@ -5,7 +5,7 @@ Everything else of the learner is what a user runs. Given to the jobs of ``swift
 
 from __future__ import annotations
 
-from swift_stage2.trainer import Stage2Trainer  # isort: skip, it must be imported before torchvision
+from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
 from swift.trainers import TrainerFactory
 
