@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
-from swift_stage2.channel_b.records import MatchQuality, Rollout, Sample, SampleKey, Target
+from swift_stage2.channel_b.records import Rollout, Sample, SampleKey, Target
 from swift_stage2.channel_b.rollout_client import BatchOutcome, RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
-from swift_stage2.channel_b.sample_source import Rows, read_sample
+from swift_stage2.channel_b.sample_source import read_sample
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import SampleError
 
@@ -39,14 +41,17 @@ class EvaluationCounts:
     num_ground_truth: int = 0
     num_pairs: int = 0
     sum_iou: float = 0.0
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The task's own, as ``Target.metrics``; the same names on all ranks."""
 
     @property
     def is_whole(self) -> bool:
         """Whether every sample was answered or given up."""
         return self.num_answered + self.num_failed == self.num_wanted
 
-    def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
+    def with_answer(self, target: Target) -> EvaluationCounts:
         """One more sample is answered."""
+        quality = target.quality
         return replace(
             self,
             num_answered=self.num_answered + 1,
@@ -55,17 +60,24 @@ class EvaluationCounts:
             num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
             num_pairs=self.num_pairs + quality.num_pairs,
             sum_iou=self.sum_iou + quality.sum_iou,
+            metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
     def encode(self) -> tuple[float, ...]:
         """A vector that may be added up over ranks."""
-        return tuple(float(count) for count in astuple(self))
+        counts = (getattr(self, name) for name in _SUMMED)
+        return tuple(float(count) for count in (*counts, *chain.from_iterable(self.metrics.values())))
 
-    @classmethod
-    def decode(cls, vector: Sequence[float]) -> EvaluationCounts:
-        """Reads what ``encode`` made."""
-        *counts, sum_iou = vector
-        return replace(cls(*map(round, counts)), sum_iou=sum_iou)
+    def decode(self, vector: Sequence[float]) -> EvaluationCounts:
+        """Reads the sum of what ``encode`` made on every rank."""
+        *counts, sum_iou = vector[: len(_SUMMED)]
+        own = vector[len(_SUMMED) :]
+        return replace(
+            self,
+            **dict(zip(_SUMMED, map(round, counts), strict=False)),
+            sum_iou=sum_iou,
+            metrics=dict(zip(self.metrics, zip(own[::2], own[1::2], strict=True), strict=True)),
+        )
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -76,8 +88,16 @@ class EvaluationCounts:
             "f1": (2 * self.num_pairs, self.num_predictions + self.num_ground_truth),
             "mean_iou": (self.sum_iou, self.num_pairs),
             "truncated_ratio": (self.num_truncated, self.num_answered),
+            **self.metrics,
         }
         return {name: part / whole for name, (part, whole) in quotients.items() if whole}
+
+
+_SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
+
+
+def _added(sums: tuple[float, float], more: tuple[float, float] | None) -> tuple[float, float]:
+    return sums if more is None else (sums[0] + more[0], sums[1] + more[1])
 
 
 class EvaluationEvents(PostEvents, Protocol):
@@ -106,6 +126,7 @@ class RankEvaluation:
     def __init__(
         self,
         rows: Rows,
+        task: Task,
         *,
         num_samples: int,
         rank: int,
@@ -119,6 +140,7 @@ class RankEvaluation:
     ) -> None:
         """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
         self._rows = rows
+        self._task = task
         indices = (range(len(rows)) if usable is None else usable)[:num_samples][rank::world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
         self._client = client
@@ -126,6 +148,7 @@ class RankEvaluation:
         self._preprocessor = preprocessor
         self._decoding = replace(decoding, temperature=0.0)
         self._events = events
+        self._nothing = EvaluationCounts(metrics=dict.fromkeys(task.metrics, (0.0, 0.0)))
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
 
@@ -139,8 +162,9 @@ class RankEvaluation:
     def begin(self, version: int) -> None:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
+        counts = replace(self._nothing, num_wanted=len(waiting))
         with self._lock:
-            self._progress = _Progress(version, waiting, EvaluationCounts(num_wanted=len(waiting)))
+            self._progress = _Progress(version, waiting, counts)
 
     def ask_no_more(self) -> None:
         """What is asked at the moment still counts; nothing else is asked before the next ``begin``."""
@@ -153,7 +177,7 @@ class RankEvaluation:
         """What was counted until now. An answer that comes later is of no evaluation."""
         with self._lock:
             progress, self._progress = self._progress, None
-        return EvaluationCounts() if progress is None else progress.counts
+        return self._nothing if progress is None else progress.counts
 
     def ask(self, max_prompts: int) -> bool:
         """Asks for one batch, if something is to be asked; False when nothing came of it.
@@ -169,7 +193,7 @@ class RankEvaluation:
             progress.is_asking = True
         samples, requests, failed = self._read(numbers)
         outcome = BatchOutcome()
-        qualities: dict[int, MatchQuality] = {}
+        targets: dict[int, Target] = {}
         if samples:
             terms = Terms(self._decoding, self._events, only_version=progress.version)
             outcome = self._client.generate(samples, requests, terms)
@@ -179,23 +203,21 @@ class RankEvaluation:
                 for rollout in outcome.rollouts
                 if {span.version for span in rollout.spans} == {progress.version}
             ]
-            self._judge(asked_for, qualities, failed)
-        return self._take(progress, numbers, qualities, failed, was_asked=outcome.num_posts > 0)
+            self._judge(asked_for, targets, failed)
+        return self._take(progress, numbers, targets, failed, was_asked=outcome.num_posts > 0)
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
         samples, requests, failed = [], [], {}
         for number in numbers:
             try:
-                sample = read_sample(self._rows, self._keys[number])
+                sample = read_sample(self._rows, self._task, self._keys[number])
                 requests.append(self._make_request(sample))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)
         return samples, requests, failed
 
-    def _judge(
-        self, rollouts: Sequence[Rollout], qualities: dict[int, MatchQuality], failed: dict[int, str]
-    ) -> None:
+    def _judge(self, rollouts: Sequence[Rollout], targets: dict[int, Target], failed: dict[int, str]) -> None:
         if not rollouts:
             return
         found = list(self._preprocessor.judge(rollouts))
@@ -207,7 +229,7 @@ class RankEvaluation:
                 continue  # as if it had not answered
             number = rollout.sample.key.position
             if isinstance(judged, Judged):
-                qualities[number] = judged.target.quality
+                targets[number] = judged.target
                 self._events.matched(rollout, judged.target, judged.space)
             else:
                 failed[number] = str(judged)
@@ -216,7 +238,7 @@ class RankEvaluation:
         self,
         progress: _Progress,
         numbers: Sequence[int],
-        qualities: dict[int, MatchQuality],
+        targets: dict[int, Target],
         failed: dict[int, str],
         *,
         was_asked: bool,
@@ -224,11 +246,11 @@ class RankEvaluation:
         """Counts a batch, unless its evaluation has ended meanwhile."""
         with self._lock:
             if progress is not self._progress:
-                return bool(qualities)
+                return bool(targets)
             progress.is_asking = False
             for number in numbers:
-                if number in qualities:
-                    progress.counts = progress.counts.with_answer(qualities[number])
+                if number in targets:
+                    progress.counts = progress.counts.with_answer(targets[number])
                 elif number not in failed:
                     progress.num_asks[number] += was_asked
                     if progress.num_asks[number] == MAX_ASKS:
@@ -239,4 +261,4 @@ class RankEvaluation:
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
             self._events.given_up(self._keys[number].index, message)
-        return bool(qualities or failed)
+        return bool(targets or failed)

@@ -27,12 +27,11 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of the data set: the prompt, its images, and the ground truth in original pixels."""
+    """One row of the data set: the prompt, its images, and what its answer should say."""
 
     key: SampleKey
     row: Mapping[str, Any]  # as the data set gives it; never changed
-    labels: tuple[str, ...]
-    boxes: tuple[Box, ...]  # x1, y1, x2, y2
+    truth: Any = None  # as the task read it
 
     @property
     def image_paths(self) -> tuple[str | None, ...]:
@@ -101,6 +100,8 @@ class Target:
     weights: tuple[float, ...]  # one per token, for ``loss_scale``
     quality: MatchQuality
     match: ObjectMatch | None = None  # None of a task without boxes
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The task's own: an amount, and out of how much. An evaluation divides the sums of both."""
 
 
 @dataclass(frozen=True, slots=True)

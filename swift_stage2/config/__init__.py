@@ -31,7 +31,6 @@ from swift_stage2.config.rollout import (
 from swift_stage2.config.root import Stage2Config, TelemetryConfig, load_config
 from swift_stage2.config.stage2_ab import (
     ChannelBConfig,
-    Dialect,
     EvaluationConfig,
     MatchingConfig,
     OnPipelineFailure,
@@ -50,7 +49,6 @@ from swift_stage2.config.stage2_ab import (
 __all__ = [
     "ChannelBConfig",
     "DecodingConfig",
-    "Dialect",
     "EvaluationConfig",
     "Inequality",
     "LaunchConfig",

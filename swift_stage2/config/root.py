@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import rules
-from swift_stage2.config.binding import bind
+from swift_stage2.config.binding import bind, closest
 from swift_stage2.config.inequality import Inequality
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
 from swift_stage2.config.rollout import OnPending, RolloutConfig
-from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, StarvationAction
+from swift_stage2.config.stage2_ab import (
+    SHIPPED_DIALECTS,
+    SHIPPED_TASKS,
+    PrefetchConfig,
+    Stage2AbConfig,
+    StarvationAction,
+)
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml, write_yaml
 from swift_stage2.errors import ConfigError
@@ -92,6 +98,7 @@ class Stage2Config:
             )
         if self.b_enabled:
             refuse_unsupported(self.swift)
+        self._check_names()
         self._check_evaluation()
         if self.gradient_accumulation_steps is not None:
             self.check_accumulation(self.gradient_accumulation_steps)
@@ -288,6 +295,14 @@ class Stage2Config:
             is_advice=True,
         )
 
+    def _check_names(self) -> None:
+        """Names that only a user's file could register are left to the start, when it has been loaded."""
+        if self.swift.get("external_plugins") or not self.swift.get("model"):
+            return
+        dialect = self.stage2_ab.channel_b.target.dialect
+        _check_shipped("stage2_ab.task", self.stage2_ab.task, SHIPPED_TASKS)
+        _check_shipped("stage2_ab.channel_b.target.dialect", dialect, SHIPPED_DIALECTS)
+
     def _check_servers(self) -> None:
         if not self.rollout.servers:
             raise ConfigError(
@@ -335,6 +350,16 @@ class Stage2Config:
                     f"launch.servers[{index}].upstream_port={process.upstream_port} more than once"
                 )
             taken.add(process.upstream_port)
+
+
+def _check_shipped(place: str, name: str, shipped: tuple[str, ...]) -> None:
+    if name not in shipped:
+        near = closest(name, shipped)
+        hint = (
+            f"did you mean {near!r}?" if near else "name the file that registers it in swift.external_plugins"
+        )
+        key = place.rpartition(".")[2]
+        raise ConfigError(f"{place} must be {' or '.join(shipped)}, got {key}={name!r}; {hint}")
 
 
 def load_config(path: str | PathLike[str]) -> Stage2Config:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.dataset.orientation import DrawnOn, apply_orientation
 from swift_stage2.dataset.summary import MOST_SHOWN, lines_of, to_json
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _survey(files: Sequence[Path], options: argparse.Namespace) -> Findings:
-    dialect = Dialect(options.dialect) if options.dialect else None
+    dialect = DIALECTS[options.dialect] if options.dialect else None
     with ExitStack() as stack:
         told = _progress(files, stack)
         return survey(
@@ -99,9 +99,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses=statuses,
     )
     check.add_argument("files", nargs="+", metavar="FILE.jsonl")
-    check.add_argument(
-        "--dialect", choices=[str(dialect) for dialect in Dialect], help="the dialect that answers must be in"
-    )
+    check.add_argument("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
     check.add_argument(
         "--decode",
         action="store_true",

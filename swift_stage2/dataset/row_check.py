@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.dataset.fault import Fault, Place, Rule
@@ -49,16 +49,17 @@ def check_line(
     *,
     judge_answer: bool = True,
     needs_objects: bool = True,
+    judge_objects: bool = True,
 ) -> CheckedRow:
     """``look`` reads an image as ``picture.look_at`` does.
 
     Without ``judge_answer`` an answer need not list objects; without ``needs_objects`` a row need not have any list
-    of them, and its answer may be anything then.
+    of them, and its answer may be anything then. Without ``judge_objects`` nobody looks at either.
     """
     row = _read(line)
     if isinstance(row, str):
         return CheckedRow((Fault(place, Rule.LINE, row),))
-    return _RowCheck(row, place, look, judge_answer, needs_objects).run()
+    return _RowCheck(row, place, look, judge_answer, needs_objects, judge_objects).run()
 
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
@@ -94,10 +95,12 @@ class _RowCheck:
         look: Callable[[str], Picture],
         judge_answer: bool,
         needs_objects: bool,
+        judge_objects: bool,
     ) -> None:
         self._row = row
         self._judge_answer = judge_answer
         self._needs_objects = needs_objects
+        self._judge_objects = judge_objects
         self._place = place
         self._look = look
         images = row.get("images") or []
@@ -109,6 +112,8 @@ class _RowCheck:
         pictures = self._read_images()
         self._check_prompt()
         answer = self._row["messages"][-1]["content"]
+        if not self._judge_objects:
+            return CheckedRow(tuple(self._faults), None, 0, len(answer))
         if not self._needs_objects and not lists_objects(self._row):
             if LABEL_MARK in answer or BOX_MARK in answer:
                 self._tell(
@@ -117,14 +122,14 @@ class _RowCheck:
                 )
             return CheckedRow(tuple(self._faults), None, 0, len(answer))
         try:
-            labels, boxes = read_ground_truth(self._row)
+            truth = read_ground_truth(self._row)
         except (SampleError, OverflowError) as error:
             remedy = "" if "; " in str(error) else "; mend or remove the row"
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self._faults))
-        self._check_boxes(boxes, pictures)
-        shown = self._read_answer(answer, labels, boxes)
-        return CheckedRow(tuple(self._faults), shown, len(boxes), len(answer), self._shown_image)
+        self._check_boxes(truth.boxes, pictures)
+        shown = self._read_answer(answer, truth.labels, truth.boxes)
+        return CheckedRow(tuple(self._faults), shown, len(truth), len(answer), self._shown_image)
 
     def _read_images(self) -> list[Picture | None]:
         if len(self._images) != 1:
@@ -285,7 +290,7 @@ def _read_format(
 
     A box that the answer writes out itself is None: whether it is right shows with the template only.
     """
-    for dialect in Dialect:
+    for dialect in DIALECTS.values():
         try:
             shown = read_format(text, dialect)
         except ConfigError:
@@ -306,7 +311,7 @@ def _why_no_list(text: str, labels: Sequence[str]) -> str:
             "a label must need no escape in JSON, because ms-swift writes it as it stands, got "
             f"label={odd!r}; take quotes, backslashes and line breaks out of it"
         )
-    found = max((parse_rollout(text, dialect).objects for dialect in Dialect), key=len)
+    found = max((parse_rollout(text, dialect).objects for dialect in DIALECTS.values()), key=len)
     if not found and labels:
         return (
             f"an answer must list its objects as JSON, got {_cut(text)}; write "

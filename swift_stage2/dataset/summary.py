@@ -59,7 +59,9 @@ def to_json(findings: Findings, **facts: Any) -> dict[str, Any]:
         "num_bad_rows": findings.num_bad_rows,
         "counts": {str(rule): count for rule, count in findings.counts.items()},
         "faults": [fault.to_json() for fault in findings.faults],
-        "answer_format": asdict(shown) | {"seen": sorted(shown.seen)} if shown else None,
+        "answer_format": asdict(shown) | {"dialect": str(shown.dialect), "seen": sorted(shown.seen)}
+        if shown
+        else None,
         "longest_answer": {
             "file": str(longest.place.file),
             "line": longest.place.line,

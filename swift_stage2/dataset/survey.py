@@ -17,7 +17,7 @@ from swift_stage2.channel_b.answer_format import AnswerFormat, join_formats
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import look_at
-from swift_stage2.dataset.row_check import check_line
+from swift_stage2.dataset.row_check import CheckedRow, check_line
 from swift_stage2.errors import DatasetError
 
 MOST_KEPT = 100
@@ -72,17 +72,21 @@ def survey(
     decode: bool = False,
     judge_answers: bool = True,
     needs_objects: bool = True,
+    judge_objects: bool = True,
     on_progress: OnProgress = lambda num_rows, num_bytes: None,
 ) -> Findings:
     """Checks all rows of ``files``; ``decode`` reads every image to its last pixel.
 
     Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects; without
-    ``needs_objects`` a row may have no list of objects.
+    ``needs_objects`` a row may have no list of objects; without ``judge_objects`` nobody looks at objects or answers.
 
     Raises:
         DatasetError: a file cannot be read or holds no rows.
     """
-    run = _Survey(dialect, decode, judge_answers, needs_objects, on_progress)
+    line_check = partial(
+        check_line, judge_answer=judge_answers, needs_objects=needs_objects, judge_objects=judge_objects
+    )
+    run = _Survey(dialect, decode, on_progress, line_check)
     for file in files:
         run.read(file)
     return run.finish(tuple(files))
@@ -95,12 +99,11 @@ class _Survey:
         self,
         dialect: Dialect | None,
         decode: bool,
-        judge_answers: bool,
-        needs_objects: bool,
         on_progress: OnProgress,
+        line_check: Callable[..., CheckedRow],
     ) -> None:
         self._dialect = dialect
-        self._check_line = partial(check_line, judge_answer=judge_answers, needs_objects=needs_objects)
+        self._check_line = line_check
         self._on_progress = on_progress
         self._look = lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode))
         self._started_s = time.monotonic()
@@ -174,9 +177,9 @@ class _Survey:
             num_in[shown.dialect] += count
         dialect = self._dialect or num_in.most_common(1)[0][0]
         learned, others = join_formats(
-            {shown: count for shown, count in self._num_written.items() if shown.dialect is dialect}, dialect
+            {shown: count for shown, count in self._num_written.items() if shown.dialect == dialect}, dialect
         )
-        odd = [*others, *(shown for shown in self._num_written if shown.dialect is not dialect)]
+        odd = [*others, *(shown for shown in self._num_written if shown.dialect != dialect)]
         num_alike = self._num_written.total() - sum(self._num_written[shown] for shown in odd)
         for shown in odd:
             self._num_bad_rows += self._num_else_good[shown]
@@ -188,7 +191,7 @@ class _Survey:
         return learned
 
     def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
-        if shown.dialect is not learned.dialect and num_alike == 0:
+        if shown.dialect != learned.dialect and num_alike == 0:
             return (
                 "an answer must be in the configured dialect, got "
                 f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"

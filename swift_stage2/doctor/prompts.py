@@ -66,4 +66,4 @@ def _sizes(sizes: Sequence[tuple[int, int]]) -> str:
 
 def _text_sample() -> Sample:
     row = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
-    return Sample(SampleKey(0, 0, 0), row, (), ())
+    return Sample(SampleKey(0, 0, 0), row)

@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from swift_stage2.assembly import detection_task, progress_watch
+from swift_stage2.assembly import progress_watch
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.sample_source import Rows, usable_rows
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import Rows
 from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
-from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.samples import usable_samples
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
@@ -159,13 +160,10 @@ def _start_replay(
 def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length)
-    task = detection_task(config)
-    (sample,) = usable_samples(
-        rows, 0, encoder, 1, usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
-    )
-    return PackMaker(
-        rows, encoder, task.with_format(learn_answer_format(rows, sample, encoder, task)), packing_length
-    )
+    task = make_task(config)
+    usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
+    (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
+    return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
 
 
 def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
