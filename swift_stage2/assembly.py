@@ -99,7 +99,7 @@ def start_run(
     """Builds one rank's run; nothing runs in the background yet.
 
     ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what
-    ``stage2_ab.evaluation`` asks. ``make_queue`` and ``make_pipeline`` are called like the classes that are the defaults.
+    ``stage2_ab.evaluation`` asks. ``make_queue`` and ``make_pipeline`` are called like their defaults.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.

@@ -242,7 +242,7 @@ def test_a_box_outside_its_image_is_refused(
     row = copy.deepcopy(rows[0])
     row["objects"]["bbox"][0][2] = 160
     with pytest.raises(SampleError, match="a box must lie inside its image, got bbox="):
-        request.getfixturevalue(fixture).encode_prompt(sample_of(row))
+        boxes_of(request.getfixturevalue(fixture), sample_of(row))
 
 
 def test_the_row_is_left_as_it_was(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
@@ -323,7 +323,7 @@ def test_an_image_index_out_of_range_is_a_bad_sample(encoder: Encoder, rows: lis
     row = copy.deepcopy(rows[0])
     row["objects"]["image_id"] = [3] * len(row["objects"]["bbox"])
     with pytest.raises(SampleError, match="IndexError"):
-        encoder.encode_prompt(sample_of(row))
+        boxes_of(encoder, sample_of(row))
 
 
 # --- channel A's answer --------------------------------------------------------------------------
