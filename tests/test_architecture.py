@@ -24,7 +24,9 @@ WAITING_METHODS = {
     "communicate": 1,
 }
 KNOWS_SWIFT = {
-    "trainer.py",
+    "training/engine_canary.py",
+    "training/sft.py",
+    "training/stage2_trainer.py",
     "swift_parsing.py",
     "preflight/swift_argument_names.py",
     "channel_b/encoding.py",
