@@ -27,8 +27,8 @@ from swift_stage2.channel_b.records import IntegerBox, MatchQuality, ObjectMatch
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
 from swift_stage2.config import Stage2Config
+from swift_stage2.config.registry import find
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
-from swift_stage2.registry import find
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swift_stage2.registry import register
+from swift_stage2.config.registry import register
 
 END_OF_TURN = "<|im_end|>"
 

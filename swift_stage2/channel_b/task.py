@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from swift_stage2.channel_b.records import Rollout, Sample, Target
 from swift_stage2.config import Stage2Config
-from swift_stage2.registry import register
+from swift_stage2.config.registry import register
 from swift_stage2.telemetry.spans import EnterSpan, untraced
 
 if TYPE_CHECKING:

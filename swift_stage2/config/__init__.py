@@ -2,6 +2,7 @@
 
 yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
+registry    named parts, some from a user's file; an unknown name tells the nearest
 inequality  one rule between numbers, refused or shown with the numbers put in
 stage2_ab   rollout   launch      the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import rules
-from swift_stage2.config.binding import bind, closest
+from swift_stage2.config.binding import bind
 from swift_stage2.config.inequality import Inequality
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
+from swift_stage2.config.registry import find
 from swift_stage2.config.rollout import OnPending, RolloutConfig
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
@@ -300,8 +301,8 @@ class Stage2Config:
         if self.swift.get("external_plugins") or not self.swift.get("model"):
             return
         dialect = self.stage2_ab.channel_b.target.dialect
-        _check_shipped("stage2_ab.task", self.stage2_ab.task, SHIPPED_TASKS)
-        _check_shipped("stage2_ab.channel_b.target.dialect", dialect, SHIPPED_DIALECTS)
+        find(dict.fromkeys(SHIPPED_TASKS), "stage2_ab.task", self.stage2_ab.task)
+        find(dict.fromkeys(SHIPPED_DIALECTS), "stage2_ab.channel_b.target.dialect", dialect)
 
     def _check_servers(self) -> None:
         if not self.rollout.servers:
@@ -350,16 +351,6 @@ class Stage2Config:
                     f"launch.servers[{index}].upstream_port={process.upstream_port} more than once"
                 )
             taken.add(process.upstream_port)
-
-
-def _check_shipped(place: str, name: str, shipped: tuple[str, ...]) -> None:
-    if name not in shipped:
-        near = closest(name, shipped)
-        hint = (
-            f"did you mean {near!r}?" if near else "name the file that registers it in swift.external_plugins"
-        )
-        key = place.rpartition(".")[2]
-        raise ConfigError(f"{place} must be {' or '.join(shipped)}, got {key}={name!r}; {hint}")
 
 
 def load_config(path: str | PathLike[str]) -> Stage2Config:

@@ -18,6 +18,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
+from swift_stage2.config.registry import find
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import DatasetError
 from swift_stage2.preflight.packing_isolation import (
@@ -28,7 +29,6 @@ from swift_stage2.preflight.packing_isolation import (
 )
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
 from swift_stage2.preflight.samples import check_samples, usable_samples
-from swift_stage2.registry import find
 from swift_stage2.telemetry import Telemetry
 from swift_stage2.telemetry.spans import Trace
 

@@ -166,8 +166,8 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
 
 def test_a_task_that_nobody_registered_is_one_line_with_the_nearest(load: Any, tmp_path: Path) -> None:
     load("counting.py")
-    settings = {"swift": SETTINGS[1]["swift"], "stage2_ab": {"task": "countin"}}
-    with pytest.raises(ConfigError, match="got task='countin'; did you mean 'counting'"):
+    settings = {"swift": SETTINGS[1]["swift"], "stage2_ab": {"task": "count"}}
+    with pytest.raises(ConfigError, match="got task='count'; did you mean 'counting'"):
         task_of(_configured(tmp_path, settings))
     with pytest.raises(ConfigError, match="every task needs a name of its own, got 'counting' for"):
         load("counting.py").register_task("counting")(Task)
