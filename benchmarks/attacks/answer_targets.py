@@ -89,7 +89,7 @@ class AnswerTargets:
 
     def _generate(self) -> str:
         self._client.set_proven([self._url], {self._url: "one"})
-        sample = Sample(SampleKey(epoch=0, position=0, index=0), row={}, labels=(), boxes=())
+        sample = Sample(SampleKey(epoch=0, position=0, index=0), row={})
         outcome = self._client.generate([sample], [_REQUEST])
         assert len(outcome.rollouts) + len(outcome.returned) + len(outcome.quarantined) == 1
         return "record" if outcome.rollouts else "fault"

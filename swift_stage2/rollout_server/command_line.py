@@ -57,16 +57,25 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
         UserError: a model or a plugin that is not there.
     """
     first = CommandParser(prog=_PROGRAM, add_help=False)
-    first.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    first.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
     chosen, rest = first.parse_known_args(argv)
-    return _vllm_command(rest) if chosen.engine == "vllm" else _transformers_command(rest)
+    return ENGINES[chosen.engine](rest)
 
 
 # --- transformers -------------------------------------------------------------------------------
-def _transformers_command(argv: Sequence[str]) -> ServerCommand:
+def _swift_generator() -> type[SwiftGenerator]:
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+
+    return SwiftGenerator
+
+
+def transformers_command(
+    argv: Sequence[str], load_generator: Callable[[], type[SwiftGenerator]] = _swift_generator
+) -> ServerCommand:
+    """Reads the options of ``--engine transformers``; ``load_generator`` is called on the engine's thread."""
     parser = CommandParser(prog=_PROGRAM, description=_PURPOSE, exit_statuses=_EXIT_STATUSES)
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers",
                         help="vllm takes the options of `swift rollout` instead")  # fmt: skip
     parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
     parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
@@ -90,27 +99,31 @@ def _transformers_command(argv: Sequence[str]) -> ServerCommand:
         group_bind=options.group_bind,
         api_key=os.environ.get(options.api_key_env) or None,
         has_children=False,
-        start_engine=lambda: _start_transformers(options),
+        start_engine=lambda: _start_transformers(options, load_generator),
         limits=read_limits(options),
     )
 
 
-def _start_transformers(options: argparse.Namespace) -> TransformersRolloutEngine:
+def _start_transformers(
+    options: argparse.Namespace, load_generator: Callable[[], type[SwiftGenerator]]
+) -> TransformersRolloutEngine:
     from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
     return TransformersRolloutEngine(
-        _loader(options), model=options.model, max_batch_size=options.max_batch_size
+        _loader(options, load_generator), model=options.model, max_batch_size=options.max_batch_size
     )
 
 
-def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
+def _loader(
+    options: argparse.Namespace, load_generator: Callable[[], type[SwiftGenerator]]
+) -> Callable[[], SwiftGenerator]:
     def load() -> SwiftGenerator:
         import torch
 
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
         from swift_stage2.rollout_server.foreign_code import refuse_foreign_code
-        from swift_stage2.rollout_server.swift_generator import SwiftGenerator, import_external_file
+        from swift_stage2.rollout_server.swift_generator import import_external_file
 
         if not options.trust_remote_code:
             refuse_foreign_code()
@@ -124,7 +137,7 @@ def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
             require_known_accelerator(found.type if found else None)
             require_visible_devices(os.environ, torch.cuda.device_count())
         device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-        return SwiftGenerator(options.model, device_map=device, **given)
+        return load_generator()(options.model, device_map=device, **given)
 
     return load
 
@@ -206,6 +219,13 @@ def swift_rollout_builder(
         return build_generator(swift_argv, trusts_code=trusts_code)
 
     return build
+
+
+ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
+    "transformers": transformers_command,
+    "vllm": _vllm_command,
+}
+"""What ``--engine`` names: reads the rest of the command line."""
 
 
 # --- both ---------------------------------------------------------------------------------------
