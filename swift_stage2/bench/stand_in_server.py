@@ -32,7 +32,7 @@ from swift_stage2.rollout_server.row_sampling import RowEnd
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 SPREAD = 0.5
 """A wait is drawn evenly from ``1 - SPREAD`` to ``1 + SPREAD`` times the mean."""

@@ -29,7 +29,7 @@ from swift_stage2.servers.listener import (
     configure_logging,
     warn_when_open,
 )
-from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.servers.request_checks import add_limits, read_limits
 from swift_stage2.terminal.parser import CommandParser
 
 _log = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.rollout_merger.upstream import Reply
 from swift_stage2.servers import protocol
-from swift_stage2.servers.conversation_check import check_conversations
+from swift_stage2.servers.http_app import BodyRoom, parse_json
 from swift_stage2.servers.listener import bearer_check
-from swift_stage2.servers.request_body import BodyRoom, parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 _UPLOAD_TIMEOUT_S = 60.0
 _DECODING_THREADS = 2

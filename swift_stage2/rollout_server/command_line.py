@@ -20,7 +20,7 @@ from swift_stage2.preflight.model import check_checkpoint, check_hub_id
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.vllm_package import require_vllm
-from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.servers.request_checks import add_limits, read_limits
 from swift_stage2.terminal.parser import CommandParser
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import Any
 
 from swift_stage2.errors import ProtocolError, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.servers.conversation_check import CONVERSATION_KEYS, check_conversations
 from swift_stage2.servers.protocol import Completion, may_abort
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import CONVERSATION_KEYS, RequestLimits, check_conversations
 
 _BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
 _NULL_BODY_KEYS = {"metrics", "adapter_request"}  # ms-swift's own client sends them, and null

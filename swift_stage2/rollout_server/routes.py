@@ -26,10 +26,10 @@ from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
 from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
 from swift_stage2.servers import protocol
+from swift_stage2.servers.http_app import BodyRoom, parse_json
 from swift_stage2.servers.listener import bearer_check
 from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest
-from swift_stage2.servers.request_body import BodyRoom, parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 _DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0

@@ -28,9 +28,9 @@ from swift_stage2.compat.torchvision_on_cpu import declare_operators
 from swift_stage2.errors import SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.jobs import JobAborted
-from swift_stage2.rollout_server.request_images import decode_image
 from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
 from swift_stage2.rollout_server.sealed_template import seal_template
+from swift_stage2.servers.image_opening import decode_image
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 

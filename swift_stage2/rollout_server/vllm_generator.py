@@ -17,9 +17,9 @@ from PIL import Image
 from swift_stage2.compat.torchvision_on_cpu import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
-from swift_stage2.rollout_server.request_images import decode_image
 from swift_stage2.rollout_server.sealed_template import seal_template
 from swift_stage2.rollout_server.shared_staging import StagedWeights
+from swift_stage2.servers.image_opening import decode_image
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision

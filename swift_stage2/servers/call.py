@@ -2,15 +2,20 @@
 
 The only place that talks to rollout servers. One deadline holds for the whole call; every call has a connection of
 its own, so that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept,
-no redirect followed, no proxy of the environment used, and the key is never shown. Used by the rollout client, the
-control session and the merger; ``end`` may come from any thread.
+no redirect followed, no proxy of the environment used, and the key is never shown. Whatever a server says is data:
+the size limit holds for what arrives and for what it unfolds to, and the charset that it claims is ignored. Used by
+the rollout client, the control session and the merger.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,8 +23,7 @@ import httpx
 
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
 from swift_stage2.process.tcp_probe import http_remedy
-from swift_stage2.servers.answer import Answer, read_answer
-from swift_stage2.servers.cuttable_call import CuttableCall
+from swift_stage2.servers import protocol
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)
@@ -27,6 +31,78 @@ _QUOTED_CHARACTERS = 500
 _CONNECT_TIMEOUT_S = 10.0
 # What httpx raises, and what the resolver does for a host name that is none.
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
+_STATUSES = range(200, 600)
+_OK = 200
+# What zlib calls the window of a format; gzip is 16 more than zlib's own.
+_WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of any status. ``body`` is as long as the caller's limit at most."""
+
+    status: int
+    body: bytes
+    content_type: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the server says that it did what was asked."""
+        return self.status == _OK
+
+    def record(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        return protocol.parse_json(self.body)
+
+    def quote(self, num_characters: int) -> str:
+        """The body's beginning as text, in one piece that any log can hold."""
+        text = self.body[: 4 * num_characters].decode("utf-8", errors="replace")
+        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)[
+            :num_characters
+        ]
+
+
+class CuttableCall:
+    """A call that another thread can end: httpx limits each read, this the whole call.
+
+    Learns the call's socket from httpx's ``trace`` extension and shuts it down, whatever the reading thread waits for.
+    The first cause is kept; a finished call is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._cause: FaultKind | None = None
+        self._finished = False
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """For httpx's ``extensions={"trace": ...}``."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                self._shut_if_cut()
+
+    def cut(self, cause: FaultKind) -> None:
+        """Ends the call; may come from any thread."""
+        with self._lock:
+            if not self._finished and self._cause is None:
+                self._cause = cause
+                self._shut_if_cut()
+
+    def finish(self) -> FaultKind | None:
+        """Marks the call as over and says what it was cut for, if it was."""
+        with self._lock:
+            self._finished = True
+            return self._cause
+
+    def _shut_if_cut(self) -> None:
+        if self._cause is not None and self._socket is not None:
+            with suppress(OSError):  # the peer may have closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class ServerCaller:
@@ -42,7 +118,7 @@ class ServerCaller:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._ended = False
-        self._call: CuttableCall[FaultKind] | None = None
+        self._call: CuttableCall | None = None
         self._headers = {
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
@@ -108,7 +184,7 @@ class ServerCaller:
         Raises:
             ServerFault: no answer by the deadline, or none that HTTP or ``most_bytes`` allows.
         """
-        call: CuttableCall[FaultKind] = CuttableCall()
+        call: CuttableCall = CuttableCall()
         with self._lock:
             if self._ended:
                 raise self._fault(path, "this process is shutting down", FaultKind.ENDED)
@@ -154,7 +230,7 @@ class ServerCaller:
         timeout_s: float,
         most_bytes: int,
         headers: Mapping[str, str],
-        call: CuttableCall[FaultKind],
+        call: CuttableCall,
     ) -> Answer:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         request = httpx.Request(
@@ -197,6 +273,51 @@ class ServerCaller:
 
     def _fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
         return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
+
+
+def read_answer(
+    status: int, content_type: str, encoding: str, chunks: Iterable[bytes], most_bytes: int
+) -> Answer:
+    """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
+
+    Raises:
+        ProtocolError: a status that says nothing, an encoding that was not asked for and cannot be limited, an
+            answer that is too long or whose encoding is broken.
+    """
+    if status not in _STATUSES:
+        raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
+    is_json = content_type.partition(";")[0].strip().lower() == "application/json"
+    body = _read(_unfolding(encoding), chunks, most_bytes)
+    return Answer(status, body, "application/json" if is_json else "text/plain")
+
+
+def _unfolding(encoding: str) -> zlib._Decompress | None:
+    """What unfolds one layer of ``encoding``; several layers would multiply what little bytes can become."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return None
+    if name not in _WINDOWS:
+        raise ProtocolError(
+            f"an answer must be as it is, or gzip, got content_encoding={encoding[:40]!r}; is a proxy in between?"
+        )
+    return zlib.decompressobj(_WINDOWS[name])
+
+
+def _read(unfold: zlib._Decompress | None, chunks: Iterable[bytes], most_bytes: int) -> bytes:
+    body, num_arrived = bytearray(), 0
+    for chunk in chunks:
+        num_arrived += len(chunk)
+        try:
+            body += chunk if unfold is None else unfold.decompress(chunk, most_bytes + 1 - len(body))
+        except zlib.error as error:
+            raise ProtocolError(f"an answer must be encoded as it says, got {error}") from error
+        if len(body) > most_bytes or num_arrived > most_bytes:
+            raise ProtocolError(
+                f"an answer must have at most {most_bytes} bytes for what was asked, got more; its rest was not read"
+            )
+    if unfold is not None and not unfold.eof:
+        raise ProtocolError("an answer must be whole, got one whose encoding has no end")
+    return bytes(body)
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

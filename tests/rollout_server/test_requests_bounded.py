@@ -31,10 +31,9 @@ from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.infer_wire import InferCall
 from swift_stage2.rollout_server.jobs import JobAborted
 from swift_stage2.servers import protocol
-from swift_stage2.servers.conversation_check import check_conversations
+from swift_stage2.servers.http_app import parse_json
 from swift_stage2.servers.image_opening import FORMATS, open_image
-from swift_stage2.servers.request_body import parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 SMALL = RequestLimits(max_body_mib=0.25, max_conversations=3, max_call_megapixels=0.05)
 

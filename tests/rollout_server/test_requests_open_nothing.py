@@ -21,9 +21,8 @@ from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.conversation_check import check_conversations
 from swift_stage2.servers.listener import HttpServer, bind
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 TEMPLATE_ARGUMENTS = ("image", "image_url", "video", "chat_template", "resized_height", "max_pixels")
 
