@@ -20,7 +20,7 @@ from swift_stage2.bench.benchmark_page import BenchRun, found_in, kept_runs, mac
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 

@@ -36,7 +36,7 @@ from swift_stage2.demo.scene_files import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import UserError
 from swift_stage2.launch.cores import split_cores
-from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.run_directory.output import claim_directory
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 from swift_stage2.terminal.parser import CommandParser

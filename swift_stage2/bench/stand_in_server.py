@@ -27,7 +27,7 @@ from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.rollout_server.app import serve
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, SwiftGenerator

@@ -17,11 +17,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_stage2.errors import EngineUnavailable, ProtocolError, UpstreamLost, UpstreamTimeout
+from swift_stage2.errors import (
+    EngineUnavailable,
+    FaultKind,
+    ProtocolError,
+    ServerFault,
+    UpstreamLost,
+    UpstreamTimeout,
+)
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, split
-from swift_stage2.rollout_merger.upstream import Reply, Upstream
 from swift_stage2.servers import protocol
 from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.servers.call import Answer, ServerCaller
 
 _log = logging.getLogger(__name__)
 _OK = 200
@@ -35,7 +42,7 @@ class Part:
     """One caller's ``/infer/`` call."""
 
     body: InferBody
-    future: Future[Reply] = field(default_factory=Future)
+    future: Future[Answer] = field(default_factory=Future)
     is_forgotten: bool = False
 
     @property
@@ -50,7 +57,7 @@ class ControlCall:
     method: str
     path: str
     body: bytes
-    future: Future[Reply] = field(default_factory=Future)
+    future: Future[Answer] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +244,7 @@ class Dispatcher:
                 self._break(parts[number:], error)
                 return
 
-    def _post(self, parts: Sequence[Part]) -> list[Reply] | None:
+    def _post(self, parts: Sequence[Part]) -> list[Answer] | None:
         """A reply for each part; None when the server has no good answer to all of them together."""
         bodies = [part.body for part in parts]
         num_requests = sum(body.num_requests for body in bodies)
@@ -245,9 +252,9 @@ class Dispatcher:
         reply = self._call("POST", protocol.INFER, merge(bodies), num_requests, most_bytes)
         if reply.status == _OK:
             try:
-                return [Reply(_OK, body) for body in split(reply.body, bodies, self._layout)]
+                return [Answer(_OK, body) for body in split(reply.body, bodies, self._layout)]
             except ProtocolError as error:
-                reply = Reply(500, json.dumps({"detail": str(error)}).encode())
+                reply = _error_answer(error)
         if len(parts) == 1:
             return [reply]
         _log.info("%d parts are asked one by one: status %d for all together", len(parts), reply.status)
@@ -274,7 +281,7 @@ class Dispatcher:
                 self._needs_weights = False
         call.future.set_result(reply)
 
-    def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Reply:
+    def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Answer:
         with self._lock:
             self._running = (path, num_requests)
             self._num_posts += num_requests > 0
@@ -336,3 +343,54 @@ class Dispatcher:
         if not self._last.answered:
             return "lost"
         return "needs_weights" if self._needs_weights else "ok"
+
+
+class Upstream:
+    """Calls to the stock server.
+
+    A ``ServerFault`` becomes ``UpstreamLost`` or ``UpstreamTimeout`` here alone; an answer that HTTP or its limit does
+    not allow becomes an error answer, because the server is there.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self._caller = ServerCaller(base_url, api_key=api_key)
+        self.base_url = self._caller.base_url
+        self._timeout_s = timeout_s
+
+    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Answer:
+        """Whatever the server answers, also an error status, with ``most_bytes`` beyond those sent.
+
+        Raises:
+            UpstreamLost: no connection, one that broke, a reply that was cut, or the merger ends.
+            UpstreamTimeout: no whole reply in time.
+        """
+        try:
+            return self._caller.call(
+                method, path, body, timeout_s=self._timeout_s, most_bytes=most_bytes + len(body), headers={}
+            )
+        except ServerFault as fault:
+            match fault.kind:
+                case FaultKind.LATE:
+                    where = f"{self.base_url}{path}"
+                    raise UpstreamTimeout(
+                        f"{where} did not answer in time, got upstream_timeout_s={self._timeout_s:g}"
+                    ) from fault
+                case FaultKind.UNUSABLE:
+                    return _error_answer(fault)
+                case FaultKind.ENDED:
+                    raise UpstreamLost("the merger ends") from fault
+                case _:
+                    raise UpstreamLost(str(fault)) from fault
+
+    def end(self) -> None:
+        """Cuts the call in progress and refuses later ones. Idempotent."""
+        self._caller.end()
+
+    def close(self) -> None:
+        """Frees the connection; after the last call has ended."""
+        self._caller.close()
+
+
+def _error_answer(error: Exception) -> Answer:
+    """Status 500 and not 502, which says that the server is lost."""
+    return Answer(500, json.dumps({"detail": str(error)}).encode())

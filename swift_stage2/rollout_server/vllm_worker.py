@@ -13,8 +13,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.load_trace import LoadTrace
-from swift_stage2.rollout_server.shared_staging import LayoutEntry, open_staged
+from swift_stage2.rollout_server.vllm_weights import LayoutEntry, LoadTrace, open_staged
 from swift_stage2.weights.checksum import checksum_tensor
 
 _MAX_SHOWN = 5

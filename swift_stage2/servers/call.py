@@ -33,6 +33,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 _STATUSES = range(200, 600)
 _OK = 200
+_JSON = "application/json"
 # What zlib calls the window of a format; gzip is 16 more than zlib's own.
 _WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
@@ -43,7 +44,7 @@ class Answer:
 
     status: int
     body: bytes
-    content_type: str
+    content_type: str = _JSON
 
     @property
     def is_good(self) -> bool:
@@ -120,7 +121,7 @@ class ServerCaller:
         self._ended = False
         self._call: CuttableCall | None = None
         self._headers = {
-            "Content-Type": "application/json",
+            "Content-Type": _JSON,
             "Accept-Encoding": "identity",
             "User-Agent": "swift-stage2",
         }
@@ -247,7 +248,7 @@ class ServerCaller:
             chunks: Iterable[bytes] = stream
             content_type = response.headers.get("Content-Type", "")
             encoding = response.headers.get("Content-Encoding", "")
-            return read_answer(response.status_code, content_type, encoding, chunks, most_bytes)
+            return _read_answer(response.status_code, content_type, encoding, chunks, most_bytes)
         finally:
             stream.close()
 
@@ -275,7 +276,7 @@ class ServerCaller:
         return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
 
 
-def read_answer(
+def _read_answer(
     status: int, content_type: str, encoding: str, chunks: Iterable[bytes], most_bytes: int
 ) -> Answer:
     """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
@@ -286,9 +287,9 @@ def read_answer(
     """
     if status not in _STATUSES:
         raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
-    is_json = content_type.partition(";")[0].strip().lower() == "application/json"
+    is_json = content_type.partition(";")[0].strip().lower() == _JSON
     body = _read(_unfolding(encoding), chunks, most_bytes)
-    return Answer(status, body, "application/json" if is_json else "text/plain")
+    return Answer(status, body, _JSON if is_json else "text/plain")
 
 
 def _unfolding(encoding: str) -> zlib._Decompress | None:

@@ -76,7 +76,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     for limit in _OPTIONS:
         group.add_argument(
             f"--{limit.name.replace('_', '-')}",
-            type=_above_zero,
+            type=number_above_zero,
             default=limit.default,
             metavar="N",
             help=f"{limit.metadata['what']}, at most (default %(default)s)",
@@ -203,7 +203,16 @@ def _at_most(option: str, number: int, limit: float, what: str) -> None:
         )
 
 
-def _above_zero(text: str) -> float:
+def positive_integer(text: str) -> int:
+    """For ``type`` of an option that counts from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def number_above_zero(text: str) -> float:
+    """For ``type`` of an option that is finite and positive."""
     number = float(text)
     if not math.isfinite(number) or number <= 0:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")

@@ -8,7 +8,7 @@ import socket
 import pytest
 from live_merger import LONGEST_WAIT_S, free_port
 
-from swift_stage2.rollout_merger.silence_watch import SilenceWatch
+from swift_stage2.rollout_merger.app import SilenceWatch
 
 
 def test_it_warns_at_each_moment_and_then_no_more() -> None:

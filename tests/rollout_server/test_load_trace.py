@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swift_stage2.rollout_server.load_trace import LoadTrace, resident_checksums
+from swift_stage2.rollout_server.vllm_weights import LoadTrace, resident_checksums
 from swift_stage2.weights.checksum import checksum_tensor
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_stage2.rollout_server.shared_staging import SharedStaging, open_staged
+from swift_stage2.rollout_server.vllm_weights import SharedStaging, open_staged
 from swift_stage2.weights.checksum import checksum_tensor
 
 READER = """
 import json, sys
-from swift_stage2.rollout_server.shared_staging import open_staged
+from swift_stage2.rollout_server.vllm_weights import open_staged
 from swift_stage2.weights.checksum import checksum_tensor
 path, num_bytes, layout = json.loads(sys.argv[1])
 tensors = open_staged(path, num_bytes, layout)

@@ -1,21 +1,114 @@
-"""Watches a model load new weights, and afterwards compares what it holds with what it was given.
+"""How weights reach vLLM's workers, and what shows the weights that a model then holds.
 
-Engines fuse parameters (q, k and v in one; gate and up in one) and cut them over ranks, so a parameter's checksum
-cannot be compared by name. This records every copy out of the given tensors while the model's own loader runs;
-read back, each copy's destination shows the bytes of one piece of one tensor where the model now keeps it.
+Tensors travel in anonymous memory that ends with its owners: a memory file (memfd_create(2)) has no name in any
+directory; the reader opens it through ``/proc/<owner>/fd``. vLLM fuses parameters (q, k and v in one; gate and up in
+one) and cuts them over ranks, so a parameter's checksum cannot be compared by name. ``LoadTrace`` records every copy
+out of the given tensors while the model's own loader runs; read back, each copy's destination shows the bytes of one
+piece of one tensor where the model now keeps it.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
+import mmap
+import os
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swift_stage2.errors import RoundFailed
+from swift_stage2.rollout_server.engine import InstalledWeights
 from swift_stage2.weights.checksum import checksum_tensor
+
+_ALIGNMENT = 64
+
+# name, shape, dtype without "torch.", first byte; plain lists pass through vLLM's own encoding
+LayoutEntry = list[object]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Where the tensors lie."""
+
+    path: str
+    num_bytes: int
+    layout: list[LayoutEntry]
+
+
+class SharedStaging:
+    """One memory file, kept from round to round so that its pages stay mapped."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("swift-stage2-weights", os.MFD_CLOEXEC)
+        self._memory: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def put(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
+        """Copies the tensors in; what was there before is overwritten. Raises OSError without memory."""
+        layout: list[LayoutEntry] = []
+        starts: list[int] = []
+        end = 0
+        for name, tensor in weights.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            layout.append([name, list(tensor.shape), dtype, end])
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self._resize(max(end, _ALIGNMENT))
+        for start, tensor in zip(starts, weights.values(), strict=True):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self._bytes[start : start + flat.numel()].copy_(flat)
+        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._fd}", len(self._bytes), layout)
+
+    def close(self) -> None:
+        """Gives the memory back. May be called again."""
+        self._unmap()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _resize(self, num_bytes: int) -> None:
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return
+        self._unmap()
+        os.ftruncate(self._fd, num_bytes)
+        self._memory = mmap.mmap(self._fd, num_bytes)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def _unmap(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if self._memory is not None:
+            with suppress(BufferError):  # a view of it lives on; the memory goes with that
+                self._memory.close()
+            self._memory = None
+
+
+def open_staged(path: str, num_bytes: int, layout: list[LayoutEntry]) -> dict[str, torch.Tensor]:
+    """The tensors, as views of one private mapping: what a reader writes to them reaches nobody else.
+
+    Raises:
+        OSError: the owner is gone, or this process may not read its memory.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return {str(name): _view(flat, shape, str(dtype), start) for name, shape, dtype, start in layout}
+
+
+def _view(flat: torch.Tensor, shape: object, dtype: str, start: object) -> torch.Tensor:
+    assert isinstance(shape, list)
+    assert isinstance(start, int)
+    kind: torch.dtype = getattr(torch, dtype)
+    return flat[start : start + kind.itemsize * math.prod(shape)].view(kind).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +205,7 @@ def resident_checksums(
 
 
 def _resident(shape: Sequence[int], given: str, pieces: Sequence[Piece]) -> str | None:
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
+    num_elements = math.prod(shape)
     if num_elements == 0:
         return given
     wrong = next((piece for piece in pieces if piece.held != piece.given), None)
@@ -127,3 +218,23 @@ def _resident(shape: Sequence[int], given: str, pieces: Sequence[Piece]) -> str 
     for piece in pieces:
         covered.as_strided(piece.shape, piece.stride, piece.offset).fill_(True)
     return given if bool(covered.all()) else None
+
+
+def installed_weights(
+    weights: Mapping[str, torch.Tensor], reports: Sequence[Mapping[str, Any]]
+) -> InstalledWeights:
+    """One answer of the reports of all workers. Raises RoundFailed when they did not read the same bytes."""
+    read = dict(reports[0]["read"])
+    if any(dict(report["read"]) != read for report in reports):
+        raise RoundFailed("vLLM's workers read different weights", torn=True)
+    pieces = [
+        Piece(name, offset, tuple(shape), tuple(stride), given, held)
+        for report in reports
+        for name, offset, shape, stride, given, held in report["pieces"]
+    ]
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    traced = {piece.name for piece in pieces}
+    return InstalledWeights(
+        loaded=tuple(name for name in weights if name in traced),
+        resident=resident_checksums(shapes, read, pieces),
+    )
