@@ -108,7 +108,7 @@ class VllmRolloutEngine(Engine):
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
     ) -> InstalledWeights:
         """As ``Engine.install``. ``resident`` is read back from vLLM's own parameters, fused or cut as they
-        are: ``load_trace`` says how. ``loaded`` are the tensors of which any part was found there.
+        are: ``vllm_weights`` says how. ``loaded`` are the tensors of which any part was found there.
         """
         generator = self._generator
         if generator is None:
