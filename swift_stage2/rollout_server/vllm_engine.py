@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, suppress
@@ -93,7 +93,7 @@ class VllmRolloutEngine(Engine):
         ]
         self._book.add(jobs)
         with suppress(RuntimeError):  # the loop has just been closed
-            self._loop.call_soon_threadsafe(self._start, jobs)
+            self._loop.call_soon_threadsafe(self._spawn, self._answer, jobs)
         if self.status().state is not EngineState.READY:  # it ended before it knew of these
             for job in jobs:
                 self._book.fail(job, EngineUnavailable("the engine was shut down"))
@@ -152,14 +152,11 @@ class VllmRolloutEngine(Engine):
                 task.cancel()
             await asyncio.sleep(0)
 
-    def _start(self, jobs: Sequence[VllmJob]) -> None:
+    def _spawn(self, do: Callable[[VllmJob], Coroutine[Any, Any, None]], jobs: Sequence[VllmJob]) -> None:
         for job in jobs:
-            self._spawn(self._answer(job))
-
-    def _spawn(self, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            task = self._loop.create_task(do(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, job: VllmJob) -> None:
         from swift_stage2.rollout_server.vllm_generator import EngineDeadError, request_failure
@@ -207,23 +204,22 @@ class VllmRolloutEngine(Engine):
         except TimeoutError as error:
             raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
-            try:
-                staged = await asyncio.to_thread(require_loaded(self._staging).put, weights)
-                async with asyncio.timeout_at(end):
-                    reports = await generator.load_weights(staged, str(self.install_fault))
-                    self._close_abandoned()  # workers do one thing after another: earlier loads are over
-                    for kind in CacheKind:
-                        if not await generator.reset_cache(kind):
-                            raise RoundFailed(f"vLLM did not reset its {kind} cache", torn=True)
-            except asyncio.CancelledError:
-                self._abandon_staging()
-                raise
-            except TimeoutError as error:
-                self._abandon_staging()
-                raise RoundFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
+            staged = await asyncio.to_thread(require_loaded(self._staging).put, weights)
+            async with asyncio.timeout_at(end):
+                reports = await generator.load_weights(staged, str(self.install_fault))
+                self._close_abandoned()  # workers do one thing after another: earlier loads are over
+                for kind in CacheKind:
+                    if not await generator.reset_cache(kind):
+                        raise RoundFailed(f"vLLM did not reset its {kind} cache", torn=True)
             installed = installed_weights(weights, reports)
             self.stamp = stamp
             return installed
+        except asyncio.CancelledError:
+            self._abandon_staging()
+            raise
+        except TimeoutError as error:
+            self._abandon_staging()
+            raise RoundFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
         except RoundFailed:
             raise
         except Exception as error:
@@ -263,7 +259,7 @@ class VllmRolloutEngine(Engine):
 
     def _tell_abort(self, job: VllmJob) -> None:
         try:
-            self._loop.call_soon_threadsafe(lambda: self._spawn(self._end(job)))
+            self._loop.call_soon_threadsafe(self._spawn, self._end, [job])
         except RuntimeError:
             self._book.fail(job, EngineUnavailable("the engine was shut down"))
 

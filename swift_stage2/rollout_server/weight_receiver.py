@@ -115,7 +115,7 @@ class WeightReceiver:
     """The weights of one round. ``start``, any number of ``expect``, ``collect``, ``close``."""
 
     def __init__(self, host: str, port: int, timeout_s: float, staging: StagingBuffers) -> None:
-        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._host, self._port = host, port
         self._staging = staging
         self._end = time.monotonic() + timeout_s
         self._changed = threading.Condition()
@@ -139,11 +139,9 @@ class WeightReceiver:
             is_elsewhere = (
                 isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL
             )
-            remedy = (
-                "start the server with a --group-bind that is an address of its machine"
-                if is_elsewhere
-                else "choose a free group_port"
-            )
+            remedy = "choose a free group_port"
+            if is_elsewhere:
+                remedy = "start the server with a --group-bind that is an address of its machine"
             raise RoundFailed(
                 f"the server cannot listen for weights on {self._host}:{self._port}: {self._failure}; {remedy}"
             ) from error

@@ -14,7 +14,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -185,7 +185,7 @@ class ServerCaller:
         Raises:
             ServerFault: no answer by the deadline, or none that HTTP or ``most_bytes`` allows.
         """
-        call: CuttableCall = CuttableCall()
+        call = CuttableCall()
         with self._lock:
             if self._ended:
                 raise self._fault(path, "this process is shutting down", FaultKind.ENDED)
@@ -195,8 +195,19 @@ class ServerCaller:
         timer.daemon = True
         timer.start()
         cause: Exception | None = None
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            answer = self._exchange(method, path, content, timeout_s, most_bytes, headers, call)
+            request = httpx.Request(
+                method,
+                f"{self.base_url}{path}",
+                headers={**self._headers, **headers},
+                content=content,
+                extensions={"timeout": timeout.as_dict(), "trace": call.trace},
+            )
+            response = self._transport.handle_request(request)
+            assert isinstance(response.stream, httpx.SyncByteStream)
+            with closing(response.stream):
+                answer = _read_answer(response, response.stream, most_bytes)
         except (*_FOREIGN, ProtocolError) as error:
             cause = error
         finally:
@@ -223,35 +234,6 @@ class ServerCaller:
         """``text`` as it may be shown: a server may quote the header that it refuses."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        content: bytes,
-        timeout_s: float,
-        most_bytes: int,
-        headers: Mapping[str, str],
-        call: CuttableCall,
-    ) -> Answer:
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
-        request = httpx.Request(
-            method,
-            f"{self.base_url}{path}",
-            headers={**self._headers, **headers},
-            content=content,
-            extensions={"timeout": timeout.as_dict(), "trace": call.trace},
-        )
-        response = self._transport.handle_request(request)
-        stream = response.stream
-        assert isinstance(stream, httpx.SyncByteStream)
-        try:
-            chunks: Iterable[bytes] = stream
-            content_type = response.headers.get("Content-Type", "")
-            encoding = response.headers.get("Content-Encoding", "")
-            return _read_answer(response.status_code, content_type, encoding, chunks, most_bytes)
-        finally:
-            stream.close()
-
     def _why_not(
         self, path: str, cause: Exception | None, cut: FaultKind | None, timeout_s: float
     ) -> ServerFault:
@@ -276,35 +258,24 @@ class ServerCaller:
         return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
 
 
-def _read_answer(
-    status: int, content_type: str, encoding: str, chunks: Iterable[bytes], most_bytes: int
-) -> Answer:
+def _read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: int) -> Answer:
     """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
 
     Raises:
         ProtocolError: a status that says nothing, an encoding that was not asked for and cannot be limited, an
             answer that is too long or whose encoding is broken.
     """
+    status = response.status_code
     if status not in _STATUSES:
         raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
-    is_json = content_type.partition(";")[0].strip().lower() == _JSON
-    body = _read(_unfolding(encoding), chunks, most_bytes)
-    return Answer(status, body, _JSON if is_json else "text/plain")
-
-
-def _unfolding(encoding: str) -> zlib._Decompress | None:
-    """What unfolds one layer of ``encoding``; several layers would multiply what little bytes can become."""
+    encoding = response.headers.get("Content-Encoding", "")
     name = encoding.strip().lower()
-    if name in ("", "identity"):
-        return None
-    if name not in _WINDOWS:
+    if name not in ("", "identity", *_WINDOWS):
         raise ProtocolError(
             f"an answer must be as it is, or gzip, got content_encoding={encoding[:40]!r}; is a proxy in between?"
         )
-    return zlib.decompressobj(_WINDOWS[name])
-
-
-def _read(unfold: zlib._Decompress | None, chunks: Iterable[bytes], most_bytes: int) -> bytes:
+    # One layer only: several would multiply what little bytes can become.
+    unfold = zlib.decompressobj(_WINDOWS[name]) if name in _WINDOWS else None
     body, num_arrived = bytearray(), 0
     for chunk in chunks:
         num_arrived += len(chunk)
@@ -318,7 +289,8 @@ def _read(unfold: zlib._Decompress | None, chunks: Iterable[bytes], most_bytes: 
             )
     if unfold is not None and not unfold.eof:
         raise ProtocolError("an answer must be whole, got one whose encoding has no end")
-    return bytes(body)
+    is_json = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == _JSON
+    return Answer(status, bytes(body), _JSON if is_json else "text/plain")
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
