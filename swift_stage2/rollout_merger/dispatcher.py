@@ -27,7 +27,7 @@ from swift_stage2.errors import (
 )
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, split
 from swift_stage2.servers import protocol
-from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.call import Answer, ServerCaller
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _POSTED_WITHOUT_CALLER = frozenset({protocol.CLOSE_COMMUNICATOR})
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class InferPart:
     """One caller's ``/infer/`` call."""
 
     body: InferBody
@@ -103,7 +103,7 @@ class Dispatcher:
         self._return_share = return_share
         self._upstream = upstream
         self._layout = layout
-        self._queue: BatchQueue[Part] = BatchQueue(
+        self._queue: BatchQueue[InferPart] = BatchQueue(
             max_batch_size=max_batch_size, gather_s=gather_s, size_of=lambda part: part.body.num_requests
         )
         self._lock = threading.Lock()
@@ -121,13 +121,13 @@ class Dispatcher:
         """Starts the thread."""
         self._thread.start()
 
-    def infer(self, body: InferBody) -> Part:
+    def infer(self, body: InferBody) -> InferPart:
         """Queues a part. Its future holds the reply, or raises UpstreamLost or UpstreamTimeout.
 
         Raises:
             UpstreamLost: the server has had no weights since it was lost, or the merger ends.
         """
-        part = Part(body)
+        part = InferPart(body)
         self._refuse_without_weights()
         try:
             self._queue.put(part)
@@ -149,11 +149,11 @@ class Dispatcher:
                 raise UpstreamLost("the merger ends") from error
         return call
 
-    def forget(self, item: Part | ControlCall) -> None:
+    def forget(self, item: InferPart | ControlCall) -> None:
         """Nobody waits for it any more: it is not posted unless it has been already."""
-        if isinstance(item, Part) or item.path not in _POSTED_WITHOUT_CALLER:
+        if isinstance(item, InferPart) or item.path not in _POSTED_WITHOUT_CALLER:
             item.future.cancel()
-        if isinstance(item, Part):
+        if isinstance(item, InferPart):
             item.is_forgotten = True
             self._queue.remove(item)
 
@@ -198,7 +198,7 @@ class Dispatcher:
 
     def _work(self) -> None:
         while (taken := self._queue.take()) is not None:
-            if isinstance(taken, Task):
+            if isinstance(taken, ExclusiveTask):
                 taken.call()
                 continue
             parts = [part for part in taken if part.future.set_running_or_notify_cancel()]
@@ -220,7 +220,7 @@ class Dispatcher:
         self._num_callers.append(num_parts + len(self._queue))
         self._queue.set_patience(gather_s, max(self._num_callers))
 
-    def _infer(self, parts: Sequence[Part]) -> None:
+    def _infer(self, parts: Sequence[InferPart]) -> None:
         """One POST for all; after an error answer one for each, so that only the one at fault sees an error."""
         try:
             self._refuse_without_weights()
@@ -244,7 +244,7 @@ class Dispatcher:
                 self._break(parts[number:], error)
                 return
 
-    def _post(self, parts: Sequence[Part]) -> list[Answer] | None:
+    def _post(self, parts: Sequence[InferPart]) -> list[Answer] | None:
         """A reply for each part; None when the server has no good answer to all of them together."""
         bodies = [part.body for part in parts]
         num_requests = sum(body.num_requests for body in bodies)
@@ -301,7 +301,7 @@ class Dispatcher:
                 self._has_answered |= answered
                 self._is_lost &= not answered
 
-    def _break(self, items: Sequence[Part | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
+    def _break(self, items: Sequence[InferPart | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
         """What was lost is lost for all that was meant for the lost server, not only for what it was doing."""
         if isinstance(error, _NoWeights):
             pass  # refused here: the server itself is there, and a round's own calls may wait behind this one
@@ -317,13 +317,13 @@ class Dispatcher:
         for item in items:
             item.future.set_exception(error)
 
-    def _fail(self, left: Sequence[Part | Task], error: Exception) -> None:
+    def _fail(self, left: Sequence[InferPart | ExclusiveTask], error: Exception) -> None:
         with self._lock:
-            tasks = {item.future for item in left if isinstance(item, Task)}
+            tasks = {item.future for item in left if isinstance(item, ExclusiveTask)}
             calls = [call for call, future in self._waiting_control.items() if future in tasks]
             for call in calls:
                 del self._waiting_control[call]
-        items: list[Part | ControlCall] = [item for item in left if isinstance(item, Part)]
+        items: list[InferPart | ControlCall] = [item for item in left if isinstance(item, InferPart)]
         for item in items + calls:
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(error)

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2.errors import ProtocolError, UpstreamLost, UpstreamTimeout
-from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
+from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, InferPart
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import (
@@ -62,7 +62,7 @@ def create_app(
     limits: RequestLimits | None = None,
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    routes = _Routes(dispatcher, upload_timeout_s, limits or RequestLimits())
+    routes = _MergerRoutes(dispatcher, upload_timeout_s, limits or RequestLimits())
     table: dict[tuple[str, str], Callable[..., Any]] = {
         ("POST", protocol.INFER): routes.infer,
         **{("GET", path): routes.control for path in GET_PATHS},
@@ -82,7 +82,7 @@ class RequestsAtFault(Exception):
         self.num_requests = num_requests
 
 
-class _Routes:
+class _MergerRoutes:
     def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float, limits: RequestLimits) -> None:
         self._limits = limits
         self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
@@ -147,7 +147,7 @@ class _Routes:
                 return body
         return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
 
-    async def _answer(self, item: Part | ControlCall, request: Request) -> Response:
+    async def _answer(self, item: InferPart | ControlCall, request: Request) -> Response:
         answer = asyncio.wrap_future(item.future)
         answer.add_done_callback(retrieve)
         gone = asyncio.ensure_future(until_gone(request))

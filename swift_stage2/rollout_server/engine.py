@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.rollout_server.jobs import GenerationRequest, Job, JobBook, WeightStamp
+from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobBook, WeightStamp
 from swift_stage2.servers.protocol import TensorSpec
 
 _log = logging.getLogger(__name__)
@@ -116,10 +116,10 @@ class Engine(ABC):
         return self._manifest
 
     @abstractmethod
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Job]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """Begins to answer them. Raises EngineUnavailable unless the engine is ready."""
 
-    def abort(self, jobs: Sequence[Job] | None = None) -> int:
+    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
         """Ends these, or everything waiting or running; their completions say ``abort``. Returns how many."""
         asked = [job for job in self._book.open_jobs() if jobs is None or job in jobs]
         for job in asked:
@@ -189,10 +189,10 @@ class Engine(ABC):
         """Takes nothing more: what is submitted from now on fails."""
 
     @abstractmethod
-    def _hands_over(self, job: Job) -> bool:
+    def _hands_over(self, job: GenerationJob) -> bool:
         """Whether a job that is aborted now will still be answered."""
 
-    def _finish_unstarted(self, job: Job) -> None:
+    def _finish_unstarted(self, job: GenerationJob) -> None:
         self._book.finish(job, job.completion(self.stamp))
 
     def _run_to_the_end(self) -> None:

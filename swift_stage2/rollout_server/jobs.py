@@ -57,7 +57,7 @@ class JobAborted(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class GenerationJob:
     """One submitted request; its caller holds ``future``. ``alone`` keeps it out of other jobs' batches."""
 
     request: GenerationRequest
@@ -105,26 +105,26 @@ class JobBook:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: set[Job] = set()
+        self._open: set[GenerationJob] = set()
         self.completions_made = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[GenerationJob]) -> None:
         with self._lock:
             self._open.update(jobs)
 
-    def open_jobs(self) -> list[Job]:
+    def open_jobs(self) -> list[GenerationJob]:
         with self._lock:
             return list(self._open)
 
-    def finish(self, job: Job, completion: Completion) -> None:
+    def finish(self, job: GenerationJob, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
         if self._strike(job, completed=True):
             job.future.set_result(completion)
 
-    def fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: GenerationJob, error: Exception) -> None:
         """Fails the job, unless it has ended."""
         if self._strike(job):
             _let_go_of_frames(error)
@@ -138,7 +138,7 @@ class JobBook:
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return not waiting
 
-    def _strike(self, job: Job, *, completed: bool = False) -> bool:
+    def _strike(self, job: GenerationJob, *, completed: bool = False) -> bool:
         with self._lock:
             was_open = job in self._open
             self._open.discard(job)

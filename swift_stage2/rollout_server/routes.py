@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
 from swift_stage2.rollout_server.engine import CacheKind
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
-from swift_stage2.rollout_server.jobs import Job, WeightStamp
+from swift_stage2.rollout_server.jobs import GenerationJob, WeightStamp
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.servers import protocol
@@ -60,18 +60,18 @@ def create_app(
     service: RolloutService, api_key: str | None = None, limits: RequestLimits | None = None
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    routes = _Routes(service, limits or RequestLimits())
+    routes = _ServerRoutes(service, limits or RequestLimits())
     statuses: dict[type[Exception], int] = {RoundRefused: 409, RoundFailed: 500, EngineUnavailable: 503}
     return make_app(routes.table(), routes.health, api_key, statuses)
 
 
-class _Routes:
+class _ServerRoutes:
     def __init__(self, service: RolloutService, limits: RequestLimits) -> None:
         self._service = service
         self._limits = limits
         self._rounds = service.rounds
         self._engine = service.engine
-        self._may_abort: set[Job] = set()  # of the event loop alone
+        self._may_abort: set[GenerationJob] = set()  # of the event loop alone
         # Bodies of ``/infer/`` that are being decoded, and those that an abort has met; of the event loop alone.
         self._arrived: set[asyncio.Future[InferCall]] = set()
         self._aborted_early: WeakSet[asyncio.Future[InferCall]] = WeakSet()
@@ -223,7 +223,7 @@ class _Routes:
     async def _off_loop(self, request: Request, call: Callable[[threading.Event], ResultT]) -> ResultT:
         return await while_attended(request, self._control, call)
 
-    async def _wait(self, jobs: list[Job], request: Request) -> dict[int, BaseException]:
+    async def _wait(self, jobs: list[GenerationJob], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
         over = _over(jobs)
         while not over.done():
@@ -239,7 +239,7 @@ class _Routes:
             raise EngineUnavailable("the caller has gone; its requests were aborted")
         return failures
 
-    def _reply(self, jobs: list[Job], call: InferCall, is_proven: bool) -> Response:
+    def _reply(self, jobs: list[GenerationJob], call: InferCall, is_proven: bool) -> Response:
         """Written output by output: no single step of it holds up other threads."""
         write = partial(
             output_json,
@@ -252,7 +252,7 @@ class _Routes:
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
 
-def _over(jobs: list[Job]) -> asyncio.Future[None]:
+def _over(jobs: list[GenerationJob]) -> asyncio.Future[None]:
     """Done, on the running loop, when all have ended or one has failed."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()

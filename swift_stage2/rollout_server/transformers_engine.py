@@ -24,8 +24,8 @@ from swift_stage2.rollout_server.engine import (
     InstallFault,
     require_loaded,
 )
-from swift_stage2.rollout_server.jobs import GenerationRequest, Job, JobAborted, WeightStamp
-from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.checksum import checksum_tensor
 
@@ -51,9 +51,9 @@ class TransformersRolloutEngine(Engine):
     ) -> None:
         super().__init__(model, install_fault)
         self._load = load
-        self._queue: BatchQueue[Job] = BatchQueue(max_batch_size=max_batch_size)
+        self._queue: BatchQueue[GenerationJob] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
-        self._running: tuple[Job, ...] = ()
+        self._running: tuple[GenerationJob, ...] = ()
         self._generator: SwiftGenerator | None = None
         self._thread.start()
 
@@ -62,17 +62,17 @@ class TransformersRolloutEngine(Engine):
         """The model and its template. Raises EngineUnavailable while it loads."""
         return require_loaded(self._generator)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Job]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """As ``Engine.submit``: encodes and queues."""
         self._require_ready()
         self._queue.expect(len(requests))
-        jobs = [Job(request) for request in requests]
+        jobs = [GenerationJob(request) for request in requests]
         self._book.add(jobs)
         for job in jobs:
             self._encoders.submit(self._encode, job)
         return jobs
 
-    def abort(self, jobs: Sequence[Job] | None = None) -> int:
+    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
         """As ``Engine.abort``; what waits for a batch is answered at once."""
         asked = jobs if jobs is not None else self._book.open_jobs()
         num_asked = super().abort(asked)
@@ -104,7 +104,7 @@ class TransformersRolloutEngine(Engine):
         return installed
 
     # --- encoder threads ------------------------------------------------------------------------
-    def _encode(self, job: Job) -> None:
+    def _encode(self, job: GenerationJob) -> None:
         try:
             if not job.aborted:
                 job.row = self.generator.encode_row(job.request, lambda: job.aborted)
@@ -135,8 +135,8 @@ class TransformersRolloutEngine(Engine):
         while (work := self._queue.take()) is not None:
             self._do(work)
 
-    def _do(self, work: list[Job] | Task) -> None:
-        if isinstance(work, Task):
+    def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
+        if isinstance(work, ExclusiveTask):
             if work.future.set_running_or_notify_cancel():
                 try:
                     work.future.set_result(work.call())
@@ -150,7 +150,7 @@ class TransformersRolloutEngine(Engine):
         if jobs:
             self._run_batch(jobs)
 
-    def _run_batch(self, jobs: list[Job]) -> None:
+    def _run_batch(self, jobs: list[GenerationJob]) -> None:
         stamp = self.stamp
         self._running = tuple(jobs)
         try:
@@ -180,7 +180,7 @@ class TransformersRolloutEngine(Engine):
             )
             self._book.finish(job, completion)
 
-    def _retry_alone(self, jobs: list[Job], error: Exception) -> None:
+    def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
         if len(jobs) == 1:
             self._book.fail(jobs[0], error)
             return
@@ -208,11 +208,11 @@ class TransformersRolloutEngine(Engine):
     def _num_running(self) -> int:
         return len(self._running)
 
-    def _hands_over(self, job: Job) -> bool:
+    def _hands_over(self, job: GenerationJob) -> bool:
         return job in self._running
 
     def _refuse_work(self) -> None:
         for item in self._queue.close():
-            if isinstance(item, Task):
+            if isinstance(item, ExclusiveTask):
                 item.future.cancel()
         self._encoders.shutdown(wait=False, cancel_futures=True)

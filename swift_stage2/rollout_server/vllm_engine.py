@@ -28,7 +28,7 @@ from swift_stage2.rollout_server.engine import (
     InstallFault,
     require_loaded,
 )
-from swift_stage2.rollout_server.jobs import GenerationRequest, Job, JobAborted, WeightStamp
+from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.vllm_weights import SharedStaging, installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
@@ -42,7 +42,7 @@ _DEAD = "vLLM's processes have died; start the server again"
 
 
 @dataclass(eq=False, slots=True)
-class VllmJob(Job):
+class VllmJob(GenerationJob):
     """A job that tells the engine of its abort, which vLLM must be told by name."""
 
     on_abort: Callable[[VllmJob], None] = lambda job: None
@@ -81,7 +81,7 @@ class VllmRolloutEngine(Engine):
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread.start()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Job]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """As ``Engine.submit``. The i-th request's seed is the call's plus i, as ms-swift's batch engine has it."""
         self._require_ready()
         jobs = [
@@ -274,7 +274,7 @@ class VllmRolloutEngine(Engine):
     def _refuse_work(self) -> None:
         """Nothing to close: ``submit`` looks at the state again."""
 
-    def _hands_over(self, job: Job) -> bool:
+    def _hands_over(self, job: GenerationJob) -> bool:
         return True
 
 

@@ -112,7 +112,7 @@ def _view(flat: torch.Tensor, shape: object, dtype: str, start: object) -> torch
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A part of one tensor (offset, shape and stride count its elements), as given and as held now."""
 
     name: str
@@ -147,11 +147,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return target
         return func(*args, **(kwargs or {}))
 
-    def pieces(self, parameters: Sequence[torch.Tensor]) -> list[Piece]:
+    def pieces(self, parameters: Sequence[torch.Tensor]) -> list[TensorPiece]:
         """What was copied into storage that the model's parameters still use, checksums taken now."""
         in_use = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         return [
-            Piece(
+            TensorPiece(
                 name=name,
                 offset=(source.data_ptr() - self._weights[name].data_ptr()) // source.element_size(),
                 shape=tuple(source.shape),
@@ -186,7 +186,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def resident_checksums(
-    shapes: Mapping[str, Sequence[int]], read: Mapping[str, str], pieces: Sequence[Piece]
+    shapes: Mapping[str, Sequence[int]], read: Mapping[str, str], pieces: Sequence[TensorPiece]
 ) -> dict[str, str]:
     """Checksum by name of what the model holds of each tensor; a tensor that is not traced whole is left out.
 
@@ -194,7 +194,7 @@ def resident_checksums(
     resident checksum. One that was cut (over ranks), or is held in another dtype, is told as ``read`` says
     once every piece is held as given and the pieces together cover it; else by its first wrong piece.
     """
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[TensorPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     return {
@@ -204,7 +204,7 @@ def resident_checksums(
     }
 
 
-def _resident(shape: Sequence[int], given: str, pieces: Sequence[Piece]) -> str | None:
+def _resident(shape: Sequence[int], given: str, pieces: Sequence[TensorPiece]) -> str | None:
     num_elements = math.prod(shape)
     if num_elements == 0:
         return given
@@ -228,7 +228,7 @@ def installed_weights(
     if any(dict(report["read"]) != read for report in reports):
         raise RoundFailed("vLLM's workers read different weights", torn=True)
     pieces = [
-        Piece(name, offset, tuple(shape), tuple(stride), given, held)
+        TensorPiece(name, offset, tuple(shape), tuple(stride), given, held)
         for report in reports
         for name, offset, shape, stride, given, held in report["pieces"]
     ]

@@ -28,7 +28,7 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         """Loads all staged tensors in one call, finishes them, and reads back what is resident.
 
         Returns:
-            ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``Piece`` fields of
+            ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``TensorPiece`` fields of
             every part that the model now holds.
 
         Raises:

@@ -10,7 +10,7 @@ import pytest
 
 from swift_stage2.errors import EngineUnavailable, UserError
 from swift_stage2.rollout_server.engine import Engine, EngineState
-from swift_stage2.rollout_server.jobs import GenerationRequest, Job, Sampling
+from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, Sampling
 
 WAIT_S = 10.0
 
@@ -26,9 +26,9 @@ class SmallEngine(Engine):
         self._load, self._works = load, works
         self._thread.start()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Job]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         self._require_ready()
-        jobs = [Job(request) for request in requests]
+        jobs = [GenerationJob(request) for request in requests]
         self._book.add(jobs)
         return jobs
 
@@ -46,7 +46,7 @@ class SmallEngine(Engine):
     def _num_running(self) -> int:
         return 1
 
-    def _hands_over(self, job: Job) -> bool:
+    def _hands_over(self, job: GenerationJob) -> bool:
         return False
 
     def _refuse_work(self) -> None:
