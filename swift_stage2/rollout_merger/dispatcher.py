@@ -60,16 +60,6 @@ class ControlCall:
     future: Future[Answer] = field(default_factory=Future)
 
 
-@dataclass(frozen=True, slots=True)
-class LastCall:
-    """How the latest call to the server ended."""
-
-    path: str
-    answered: bool
-    detail: str
-    ended: float  # monotonic seconds
-
-
 class _NoWeights(UpstreamLost):
     """The merger's own refusal, told to callers as the loss that it comes from."""
 
@@ -108,7 +98,8 @@ class Dispatcher:
         )
         self._lock = threading.Lock()
         self._waiting_control: dict[ControlCall, Future[Any]] = {}
-        self._last: LastCall | None = None
+        self._last: dict[str, Any] | None = None  # how the latest call to the server ended
+        self._last_ended = 0.0  # monotonic seconds
         self._running: tuple[str, int] | None = None
         self._has_answered = False
         self._needs_weights = needs_weights
@@ -164,13 +155,7 @@ class Dispatcher:
             return {
                 "status": self._status(),
                 "upstream": self._upstream.base_url,
-                "last_call": last
-                and {
-                    "path": last.path,
-                    "answered": last.answered,
-                    "detail": last.detail,
-                    "seconds_ago": round(time.monotonic() - last.ended, 3),
-                },
+                "last_call": last and {**last, "seconds_ago": round(time.monotonic() - self._last_ended, 3)},
                 "running": running and {"path": running[0], "num_requests": running[1]},
                 "num_waiting": len(self._queue),
                 "num_waiting_control": len(self._waiting_control),
@@ -297,7 +282,8 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._running = None
-                self._last = LastCall(path, answered, detail, time.monotonic())
+                self._last = {"path": path, "answered": answered, "detail": detail}
+                self._last_ended = time.monotonic()
                 self._has_answered |= answered
                 self._is_lost &= not answered
 
@@ -340,7 +326,7 @@ class Dispatcher:
             return "ended"
         if self._last is None:
             return "needs_weights" if self._needs_weights else "untried"
-        if not self._last.answered:
+        if not self._last["answered"]:
             return "lost"
         return "needs_weights" if self._needs_weights else "ok"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -68,18 +68,7 @@ def create_app(
         **{("GET", path): routes.control for path in GET_PATHS},
         **{("POST", path): routes.control for path in POST_PATHS},
     }
-    app = make_app(table, routes.health, api_key, {UpstreamLost: 502, UpstreamTimeout: 504})
-    app.exception_handler(RequestsAtFault)(lambda _, error: failed_requests(error.causes, error.num_requests))
-    return app
-
-
-class RequestsAtFault(Exception):
-    """Some conversations of a call are refused: the cause by the place of each."""
-
-    def __init__(self, causes: Mapping[int, Exception], num_requests: int) -> None:
-        super().__init__(causes)
-        self.causes = causes
-        self.num_requests = num_requests
+    return make_app(table, routes.health, api_key, {UpstreamLost: 502, UpstreamTimeout: 504})
 
 
 class _MergerRoutes:
@@ -106,6 +95,8 @@ class _MergerRoutes:
                     self._read,
                     await room.enter_async_context(self._body(request, self._room)),
                 )
+                if isinstance(call, Response):
+                    return call
                 item = (
                     self._dispatcher.control("POST", protocol.INFER, call)
                     if isinstance(call, bytes)
@@ -129,12 +120,12 @@ class _MergerRoutes:
     def _body(self, request: Request, room: BodyRoom) -> AbstractAsyncContextManager[bytes]:
         return room.body(request, self._limits.body_bytes, self._upload_timeout_s)
 
-    def _read(self, raw: bytes) -> InferBody | bytes:
-        """A part, or the body of a call that goes alone. In a thread: it may take seconds.
+    def _read(self, raw: bytes) -> InferBody | bytes | Response:
+        """A part, the body of a call that goes alone, or the answer to one that a server which opens what it is told to
+        must not see. In a thread: it may take seconds.
 
         Raises:
             ProtocolError: no JSON, or larger than allowed.
-            RequestsAtFault: conversations that a server which opens what they name must not see.
         """
         record = parse_json(raw)
         conversations = record.get("infer_requests") if isinstance(record, dict) else None
@@ -142,7 +133,7 @@ class _MergerRoutes:
             raise ProtocolError("the server's own weights are asked only, got adapter_request; leave it out")
         if isinstance(conversations, list):
             if faults := check_conversations(conversations, self._limits):
-                raise RequestsAtFault(faults, len(conversations))
+                return failed_requests(faults, len(conversations))
             if body := mergeable(record):
                 return body
         return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
