@@ -13,7 +13,6 @@ import bisect
 import math
 import mmap
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from swift_stage2.weights.checksum import checksum_tensor
 _ALIGNMENT = 64
 
 # name, shape, dtype without "torch.", first byte; plain lists pass through vLLM's own encoding
-LayoutEntry = list[object]
+LayoutEntry = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +51,13 @@ class SharedStaging:
     def put(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
         """Copies the tensors in; what was there before is overwritten. Raises OSError without memory."""
         layout: list[LayoutEntry] = []
-        starts: list[int] = []
         end = 0
         for name, tensor in weights.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             layout.append([name, list(tensor.shape), dtype, end])
-            starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self._resize(max(end, _ALIGNMENT))
-        for start, tensor in zip(starts, weights.values(), strict=True):
+        for (*_, start), tensor in zip(layout, weights.values(), strict=True):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             self._bytes[start : start + flat.numel()].copy_(flat)
         return StagedWeights(f"/proc/{os.getpid()}/fd/{self._fd}", len(self._bytes), layout)
@@ -99,16 +96,13 @@ def open_staged(path: str, num_bytes: int, layout: list[LayoutEntry]) -> dict[st
         memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    with warnings.catch_warnings():
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-    return {str(name): _view(flat, shape, str(dtype), start) for name, shape, dtype, start in layout}
-
-
-def _view(flat: torch.Tensor, shape: object, dtype: str, start: object) -> torch.Tensor:
-    assert isinstance(shape, list)
-    assert isinstance(start, int)
-    kind: torch.dtype = getattr(torch, dtype)
-    return flat[start : start + kind.itemsize * math.prod(shape)].view(kind).reshape(shape)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = {}
+    for name, shape, dtype, start in layout:
+        kind: torch.dtype = getattr(torch, dtype)
+        end = start + kind.itemsize * math.prod(shape)
+        tensors[name] = flat[start:end].view(kind).reshape(shape)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
