@@ -26,7 +26,7 @@ from live_server import (
 )
 
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.batching import Task
+from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.protocol import AbortRequest, protect_from_abort
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
@@ -60,7 +60,8 @@ def wait_until_queued(server: RunningServer, num_jobs: int) -> None:
     queue = server.engine._queue
     with queue._changed:
         assert queue._changed.wait_for(
-            lambda: sum(not isinstance(item, Task) for item in queue._waiting) == num_jobs, CALL_TIMEOUT_S
+            lambda: sum(not isinstance(item, ExclusiveTask) for item in queue._waiting) == num_jobs,
+            CALL_TIMEOUT_S,
         )
 
 
