@@ -24,10 +24,9 @@ from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol
 from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.probe import SuspectProbe
