@@ -30,7 +30,7 @@ from benchmarks.results import say
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.rollout_server.vllm_package import require_vllm
+from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.whole_file import write_whole
 
 PAGE = "BENCHMARKS.md"

@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.crowds import AnswerKind, Crowd, draw_crowd, make_crowd
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.matching import match_objects
@@ -32,8 +34,7 @@ from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.packing_line import make_pack
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
-from swift_stage2.channel_b.task import DetectionTask
-from swift_stage2.config import Dialect, MatchingConfig
+from swift_stage2.config import MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.grounding_dataset import PROMPT, answer_text, grounding_row
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
@@ -45,7 +46,7 @@ NUM_SAMPLES = 4
 _PACKING_LENGTH = 65536
 _SETTINGS = MatchingConfig()
 _WEIGHTS = dict.fromkeys(TokenGroup, 1.0)
-_DIALECT = Dialect.OBJECT_LIST
+_DIALECT = OBJECT_LIST
 
 Boxes = Sequence[tuple[int, int, int, int]]
 
@@ -57,8 +58,8 @@ class Subject:
         path = directory / f"{len(crowd.truth)}-{number}.png"
         draw_crowd(crowd, path)
         row = grounding_row(crowd.truth, path)
-        labels, boxes = read_ground_truth(row)
-        self.sample = Sample(SampleKey(epoch=0, position=number, index=number), row, labels, boxes)
+        truth = read_ground_truth(row)
+        self.sample = Sample(SampleKey(epoch=0, position=number, index=number), row, truth)
         self.prompt: PromptEncoding = encoder.encode_prompt(self.sample)
         self.rollout = Rollout(
             sample=self.sample,
@@ -70,7 +71,8 @@ class Subject:
             server="",
             spans=(VersionSpan(0, 0, 0),),
         )
-        self.target: Target = task.correct(self.rollout, labels, self.prompt.boxes, encoder.tokenise)
+        self.truth = task.to_space(truth, self.prompt.convert)
+        self.target: Target = task.correct(self.rollout, self.truth, encoder.tokenise)
         conversation = [
             {"role": "user", "content": PROMPT},
             {"role": "assistant", "content": self.target.text},
@@ -109,27 +111,25 @@ class Bench:
         spent = dict.fromkeys(STAGES, 0.0)
         segments = []
         for subject in subjects:
-            truth_labels, truth_boxes = subject.sample.labels, subject.prompt.boxes
+            truth = subject.truth
             with _adding_to(spent, "parse"):
                 parsed = parse_rollout(subject.rollout.text, _DIALECT)
             with _adding_to(spent, "match"):
                 match = match_objects(
-                    [found.box for found in parsed.objects], truth_boxes, **_matching_options()
+                    [found.box for found in parsed.objects], [box for _, box in truth], **_matching_options()
                 )
             with _adding_to(spent, "target"):
-                order = order_ground_truth(match, len(truth_boxes))
-                matched = {truth for _, truth in match.pairs}
+                order = order_ground_truth(match, len(truth))
+                matched = {number for _, number in match.pairs}
                 rendered = render_target(
-                    [(truth_labels[truth], truth_boxes[truth]) for truth in order],
-                    [truth in matched for truth in order],
+                    [truth[number] for number in order],
+                    [number in matched for number in order],
                     self._task.answer_format,
                 )
                 _, offsets = self._encoder.tokenise(rendered.text)
                 weigh_tokens(offsets, rendered.spans, _WEIGHTS)
             with _adding_to(spent, TOGETHER):
-                target = self._task.correct(
-                    subject.rollout, truth_labels, truth_boxes, self._encoder.tokenise
-                )
+                target = self._task.correct(subject.rollout, truth, self._encoder.tokenise)
             with _adding_to(spent, "encode"):
                 segments.append(self._segment(subject, target))
         with _adding_to(spent, "pack"):

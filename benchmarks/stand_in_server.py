@@ -31,7 +31,8 @@ from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server import app
-from swift_stage2.rollout_server.engine import Engine, GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import Engine
+from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd
 from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.service import RolloutService
@@ -39,7 +40,7 @@ from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.rollout_server.weight_rounds import RoundState
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 SPREAD = 0.5
 """A wait is drawn evenly from ``1 - SPREAD`` to ``1 + SPREAD`` times the mean."""

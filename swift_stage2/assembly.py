@@ -10,10 +10,10 @@ import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +21,33 @@ from torch import nn
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import Rows, SampleSource, usable_rows
-from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import Rows
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import (
     OnPending,
     OnPipelineFailure,
-    Preprocessing,
     RolloutConfig,
     Stage2Config,
     StarvationAction,
 )
-from swift_stage2.dataset.files import local_files
-from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.errors import ConfigError
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.preflight.answer_format import learn_answer_format
-from swift_stage2.preflight.packing_isolation import (
-    IsolationBatches,
-    check_isolation,
-    empty_rollout,
-    isolation_batches,
+from swift_stage2.preflight.channel_b_parts import (
+    CheckedParts,
+    check_packing,
+    check_parts,
+    make_task,
+    tell_lengths,
 )
+from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
 from swift_stage2.preflight.preprocessing import check_preprocessing
-from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
-from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.server_wait import wait_for_servers
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.process.watches import ProgressWatch, Standing
@@ -69,7 +64,7 @@ from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.match_log import rows_to_keep
-from swift_stage2.telemetry.trace import EnterSpan, Trace, align_clocks, untraced
+from swift_stage2.telemetry.trace import align_clocks
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import Canary, WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
@@ -79,7 +74,6 @@ logger = logging.getLogger(__name__)
 _STALL_MARGIN_S = 60.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
-PackedLoss = Callable[[dict[str, Any]], float]
 WrapTransport = Callable[[WeightTransport], WeightTransport]
 
 
@@ -100,11 +94,13 @@ def start_run(
     logging_steps: int,
     wrap_transport: WrapTransport = lambda transport: transport,
     validation_rows: Rows | None = None,
+    make_queue: Callable[..., ReadyQueue[Pack]] = ReadyQueue,
+    make_pipeline: Callable[..., Pipeline] = Pipeline,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
     ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what
-    ``stage2_ab.evaluation`` asks.
+    ``stage2_ab.evaluation`` asks. ``make_queue`` and ``make_pipeline`` are called like their defaults.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -116,7 +112,8 @@ def start_run(
     refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
     policy = config.stage2_ab.channel_b.rows_without_objects
-    usable = together(control, lambda: usable_rows(rows, policy))
+    task = make_task(config)
+    usable = together(control, lambda: usable_rows(rows, task, policy))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
     kept_rows = frozenset(usable[number] for number in kept)
     telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
@@ -131,10 +128,12 @@ def start_run(
         if config.b_enabled:
             ours = wait_for_servers(config, control, telemetry.record_warning)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
-            look = partial(_check_data, config, rows, usable, template, seed, control, telemetry, on_failure)
+            look = partial(
+                check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
+            )
             parts = together(control, look)
-            _tell_lengths(parts.lengths, control, telemetry)
-            _check_packing(parts, packed_loss, control)
+            tell_lengths(parts.lengths, control, telemetry)
+            check_packing(parts, packed_loss, control)
             build = partial(
                 _build_channel_b,
                 config,
@@ -148,6 +147,8 @@ def start_run(
                 make_canary,
                 packs_per_step,
                 wrap_transport,
+                make_queue,
+                make_pipeline,
                 validation_rows,
                 total_steps,
                 ours,
@@ -250,92 +251,10 @@ def _start_telemetry(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckedParts:
-    """What the data set and the template have become, and were checked as, on this rank."""
-
-    encoder: Encoder
-    task: DetectionTask
-    preprocessor: Preprocessor
-    source: SampleSource
-    samples: list[Sample]
-    isolation: IsolationBatches
-    lengths: RowLengths
-
-
-def _check_data(
-    config: Stage2Config,
-    rows: Rows,
-    usable: Sequence[int],
-    template: Any,
-    seed: int,
-    control: ControlGroup,
-    telemetry: Telemetry,
-    on_failure: ExitStack,
-) -> _CheckedParts:
-    """The checks that read files and may fail on one rank alone; the model is not run."""
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
-    task = detection_task(config, telemetry.trace.span)
-    # Also of the validation set: what a report or a log names is looked up in both.
-    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    source = SampleSource(
-        rows,
-        rank=control.rank,
-        world_size=control.world_size,
-        seed=seed,
-        events=telemetry.ledger,
-        usable=usable,
-        origins=origins,
-    )
-    samples = usable_samples(rows, seed, encoder, usable=usable, origins=origins)
-    check_samples(config, encoder, task, samples, origins)
-    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
-    mine = range(control.rank, len(rows), control.world_size)
-    lengths = measure_lengths(config, rows, mine, encoder, origins)
-    isolation = isolation_batches(encoder, task, samples)
-    # Before the checks that run the model, which give its process the time to load the template.
-    preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
-    on_failure.callback(preprocessor.close)
-    return _CheckedParts(encoder, task, preprocessor, source, samples, isolation, lengths)
-
-
-def _tell_lengths(mine: RowLengths, control: ControlGroup, telemetry: Telemetry) -> None:
-    """Every rank has measured its share of the rows; the first one tells what does not fit."""
-    parts = [RowLengths.from_note(note) for note in control.gather(mine.to_note())]
-    if control.rank == 0:
-        for found, remedy in reduce(RowLengths.merged, parts).troubles:
-            telemetry.record_warning(f"{found}; {remedy}")
-
-
-def _preprocessor(config: Stage2Config, encoder: Encoder, task: DetectionTask, trace: Trace) -> Preprocessor:
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
-        return ThreadPreprocessor(encoder, task, packing_length=packing_length)
-    return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
-
-
-def _check_packing(parts: _CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
-    """Packed segments do not see each other: found by running the model on the same batches on every rank."""
-    spellings = control.gather(str(parts.task.answer_format.spelling))
-    if len(set(spellings)) > 1:
-        raise DatasetError(
-            f"every rank must read answers written in one way, got answers={spellings} by rank; give all nodes "
-            "the same files"
-        )
-    lengths = control.gather(str(parts.isolation.lengths))
-    if len(set(lengths)) > 1:
-        raise DatasetError(
-            f"every rank must be able to read the same rows, got samples of lengths {lengths} by rank; give all "
-            "nodes the same files"
-        )
-    together(control, lambda: check_isolation(parts.isolation, packed_loss))
-
-
 def _build_channel_b(
     config: Stage2Config,
     rows: Rows,
-    parts: _CheckedParts,
+    parts: CheckedParts,
     module: nn.Module,
     control: ControlGroup,
     telemetry: Telemetry,
@@ -344,6 +263,8 @@ def _build_channel_b(
     make_canary: MakeCanary,
     packs_per_step: int,
     wrap_transport: WrapTransport,
+    make_queue: Callable[..., ReadyQueue[Pack]],
+    make_pipeline: Callable[..., Pipeline],
     validation_rows: Rows | None,
     total_steps: int,
     ours: set[str],
@@ -382,6 +303,7 @@ def _build_channel_b(
     evaluation = make_evaluation(
         config,
         validation_rows,
+        parts.task,
         client=client,
         make_request=parts.encoder.request,
         preprocessor=parts.preprocessor,
@@ -402,8 +324,8 @@ def _build_channel_b(
             ThreadPreprocessor(parts.encoder, parts.task, packing_length=packing.packing_length),
             [empty_rollout(sample, parts.encoder) for sample in parts.samples],
         )
-    queue: ReadyQueue[Pack] = ReadyQueue(prefetch.queue_limit, prefetch.version_window, return_dropped)
-    pipeline = Pipeline(
+    queue = make_queue(prefetch.queue_limit, prefetch.version_window, return_dropped)
+    pipeline = make_pipeline(
         source=parts.source,
         client=client,
         make_request=parts.encoder.request,
@@ -475,25 +397,7 @@ def _build_channel_b(
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
-        answer_spelling=parts.task.answer_format.spelling,
-    )
-
-
-def detection_task(config: Stage2Config, span: EnterSpan = untraced) -> DetectionTask:
-    """What channel B does with a rollout, by the configuration's sections ``matching`` and ``target``.
-
-    ``span`` is entered with the name of every stage.
-    """
-    matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
-    return DetectionTask(
-        dialect=target.dialect,
-        iou_threshold=matching.iou_threshold,
-        top_k=matching.top_k,
-        unmatched_prediction_cost=matching.unmatched_prediction_cost,
-        unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
-        same_label=matching.same_label,
-        weights={group: getattr(target.weights, group.value) for group in TokenGroup},
-        span=span,
+        answer_spelling=parts.task.spelling,
     )
 
 

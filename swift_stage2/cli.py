@@ -196,7 +196,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         config = load_config(config_path)
         run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
         _warn(config)
-        return train_rank(config, config_path, agent, resume=resume)
+        return train_rank(config, agent, resume=resume)
 
     try:
         status = as_rank(work)

@@ -12,10 +12,11 @@ from typing import Any
 from swift_stage2.channel_b.evaluation import EvaluationEvents, RankEvaluation
 from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import Rows, usable_rows
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Stage2Config
-from swift_stage2.records import EvaluationCounts, EvaluationRecord, Sample
+from swift_stage2.records import EvaluationRecord, Sample
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 
@@ -81,7 +82,7 @@ class PinnedEvaluation:
 
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
-        counts = EvaluationCounts.decode(self._control.reduce_sum(mine.encode()))
+        counts = mine.decode(self._control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # What a stop ends is asked again by the run that resumes.
         ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
@@ -92,6 +93,7 @@ class PinnedEvaluation:
 def make_evaluation(
     config: Stage2Config,
     rows: Rows | None,
+    task: Task,
     *,
     client: RolloutClient,
     make_request: Callable[[Sample], dict[str, Any]],
@@ -106,7 +108,7 @@ def make_evaluation(
     if not settings.every_steps:
         return None
     policy = config.stage2_ab.channel_b.rows_without_objects
-    usable = () if rows is None else usable_rows(rows, policy)
+    usable = () if rows is None else usable_rows(rows, task, policy)
     config.check_validation_set(len(usable))
     assert rows is not None
     schedule = EvaluationSchedule(
@@ -116,6 +118,7 @@ def make_evaluation(
     )
     part = RankEvaluation(
         rows,
+        task,
         num_samples=settings.num_samples,
         rank=control.rank,
         world_size=control.world_size,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
@@ -46,12 +47,11 @@ def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of the data set: the prompt, its images, and the ground truth in original pixels."""
+    """One row of the data set: the prompt, its images, and what its answer should say."""
 
     key: SampleKey
     row: Mapping[str, Any]  # as the data set gives it; never changed
-    labels: tuple[str, ...]
-    boxes: tuple[Box, ...]  # x1, y1, x2, y2
+    truth: Any = None  # as the task read it
 
     @property
     def image_paths(self) -> tuple[str | None, ...]:
@@ -199,6 +199,8 @@ class Target:
     weights: tuple[float, ...]  # one per token, for ``loss_scale``
     quality: MatchQuality
     match: ObjectMatch | None = None  # None of a task without boxes
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The task's own: an amount, and out of how much. An evaluation divides the sums of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +310,17 @@ class EvaluationCounts:
     num_ground_truth: int = 0
     num_pairs: int = 0
     sum_iou: float = 0.0
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The task's own, as ``Target.metrics``; the same names on all ranks."""
 
     @property
     def is_whole(self) -> bool:
         """Whether every sample was answered or given up."""
         return self.num_answered + self.num_failed == self.num_wanted
 
-    def with_answer(self, quality: MatchQuality) -> EvaluationCounts:
+    def with_answer(self, target: Target) -> EvaluationCounts:
         """One more sample is answered."""
+        quality = target.quality
         return replace(
             self,
             num_answered=self.num_answered + 1,
@@ -324,17 +329,24 @@ class EvaluationCounts:
             num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
             num_pairs=self.num_pairs + quality.num_pairs,
             sum_iou=self.sum_iou + quality.sum_iou,
+            metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
     def encode(self) -> tuple[float, ...]:
         """A vector that may be added up over ranks."""
-        return tuple(float(count) for count in astuple(self))
+        counts = (getattr(self, name) for name in _SUMMED)
+        return tuple(float(count) for count in (*counts, *chain.from_iterable(self.metrics.values())))
 
-    @classmethod
-    def decode(cls, vector: Sequence[float]) -> EvaluationCounts:
-        """Reads what ``encode`` made."""
-        *counts, sum_iou = vector
-        return replace(cls(*map(round, counts)), sum_iou=sum_iou)
+    def decode(self, vector: Sequence[float]) -> EvaluationCounts:
+        """Reads the sum of what ``encode`` made on every rank."""
+        *counts, sum_iou = vector[: len(_SUMMED)]
+        own = vector[len(_SUMMED) :]
+        return replace(
+            self,
+            **dict(zip(_SUMMED, map(round, counts), strict=False)),
+            sum_iou=sum_iou,
+            metrics=dict(zip(self.metrics, zip(own[::2], own[1::2], strict=True), strict=True)),
+        )
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -345,9 +357,15 @@ class EvaluationCounts:
             num_pairs=self.num_pairs,
             sum_iou=self.sum_iou,
         )
-        return found | (
-            {"truncated_ratio": self.num_truncated / self.num_answered} if self.num_answered else {}
-        )
+        shares = {"truncated_ratio": (self.num_truncated, self.num_answered), **self.metrics}
+        return found | {name: part / whole for name, (part, whole) in shares.items() if whole}
+
+
+_SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
+
+
+def _added(sums: tuple[float, float], more: tuple[float, float] | None) -> tuple[float, float]:
+    return sums if more is None else (sums[0] + more[0], sums[1] + more[1])
 
 
 @dataclass(frozen=True, slots=True)

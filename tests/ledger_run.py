@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from detection_task import make_task
+
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import MatchQuality, Pack, SampleKey, Segment
 from swift_stage2.telemetry.audit import AuditLog, Record
@@ -36,7 +38,7 @@ class LedgerRun:
         self.path = ledger_path(run_dir, rank)
         self.ledger = Ledger(AuditLog(self.path, rank))
         self.source = SampleSource(
-            rows(num_rows), rank=rank, world_size=world_size, seed=3, events=self.ledger
+            rows(num_rows), make_task(), rank=rank, world_size=world_size, seed=3, events=self.ledger
         )
         saved = json.loads(state) if state else {"step": 0, "save_id": None}
         self.step: int = saved["step"]

@@ -8,13 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from detection_task import make_task as make_task
+
 import swift_stage2.demo
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.channel_b.packing_line import make_segment
+from swift_stage2.channel_b.task import Task
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
-from swift_stage2.records import Rollout, Sample, SampleKey, Segment, VersionSpan
+from swift_stage2.records import IntegerBox, Rollout, Sample, SampleKey, Segment, VersionSpan
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
 PACKING_LENGTH = 256
@@ -55,28 +57,27 @@ def make_encoder(template: Any = None, *, packing_length: int = PACKING_LENGTH) 
     return Encoder(make_template() if template is None else template, packing_length=packing_length)
 
 
-def make_task(
-    dialect: str = "object_list", weights: Mapping[TokenGroup, float] | None = None, **settings: Any
-) -> DetectionTask:
-    """The detection task with the configuration's defaults."""
-    defaults: dict[str, Any] = {
-        "iou_threshold": 0.3,
-        "top_k": 10,
-        "unmatched_prediction_cost": 1.0,
-        "unmatched_ground_truth_cost": 1.0,
-        "same_label": False,
-    }
-    all_weights = dict.fromkeys(TokenGroup, 1.0) | dict(weights or {})
-    return DetectionTask(dialect=dialect, weights=all_weights, **(defaults | settings))
-
-
 def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def sample_of(row: Mapping[str, Any], position: int = 0) -> Sample:
-    labels, boxes = read_ground_truth(row)
-    return Sample(SampleKey(epoch=0, position=position, index=position), row, labels, boxes)
+    return Sample(SampleKey(epoch=0, position=position, index=position), row, read_ground_truth(row))
+
+
+def objects_of(encoder: Encoder, sample: Sample) -> tuple[tuple[str, IntegerBox], ...]:
+    """Its true objects in the template's space."""
+    return tuple(make_task().to_space(sample.truth, encoder.encode_prompt(sample).convert))
+
+
+def boxes_of(encoder: Encoder, sample: Sample) -> tuple[IntegerBox, ...]:
+    return tuple(box for _, box in objects_of(encoder, sample))
+
+
+def answer_and_objects(encoder: Encoder, sample: Sample) -> tuple[str, tuple[tuple[str, IntegerBox], ...]]:
+    """Channel A's answer, and the objects that it must spell out."""
+    objects = objects_of(encoder, sample)
+    return encoder.answer_of(sample), tuple((encoder.normalise(label), box) for label, box in objects)
 
 
 def rollout_of(
@@ -96,16 +97,11 @@ def rollout_of(
     )
 
 
-def segment_of(
-    encoder: Encoder, task: DetectionTask, sample: Sample, text: str = "", version: int = 0
-) -> Segment:
+def segment_of(encoder: Encoder, task: Task, sample: Sample, text: str = "", version: int = 0) -> Segment:
     """The whole way from an answer to a segment."""
     prompt = encoder.encode_prompt(sample)
     rollout = rollout_of(sample, text, prompt.token_ids, version=version)
-    target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
-    return encoder.encode_segment(
-        rollout, prompt, target, closing_weight=task.closing_weight, sample_id=f"s{sample.key.position}"
-    )
+    return make_segment(rollout, prompt, encoder, task)[0]
 
 
 def summed_loss(model: Any, batch: Mapping[str, Any]) -> float:

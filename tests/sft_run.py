@@ -6,6 +6,7 @@ compare one step of plain ms-swift with one of ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from real_model import STAGE1
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.binding import bind
 from swift_stage2.demo.tiny_template import TINY_VL
+
+
+def channel_a_alone() -> Stage2Config:
+    """The smallest configuration: ``Stage2Trainer`` trains as ms-swift does."""
+    return bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}})
 
 
 class _Built(Exception):
@@ -22,9 +30,14 @@ class _Built(Exception):
 
 
 def build_trainer(
-    rows_file: Path, output: Path, *, trainer_class: str | None = None, **arguments: Any
+    rows_file: Path,
+    output: Path,
+    *,
+    trainer: type | None = None,
+    given: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> Any:
-    """The trainer as ``SwiftSft.main`` makes it, with ``trainer_class`` in the factory's mapping."""
+    """The trainer as ``SwiftSft.main`` makes it, of class ``trainer``, whose constructor is also given ``given``."""
     options = {
         "model": STAGE1,
         "model_type": TINY_VL,
@@ -55,6 +68,9 @@ def build_trainer(
     built: list[Any] = []
 
     class Stopped(SwiftSft):  # type: ignore[misc]
+        def _get_trainer_kwargs(self) -> dict[str, Any]:
+            return {**super()._get_trainer_kwargs(), **(given or {})}
+
         def train(self, trainer: Any) -> Any:
             built.append(trainer)
             raise _Built
@@ -62,13 +78,13 @@ def build_trainer(
     before = TrainerFactory.TRAINER_MAPPING["causal_lm"]
     threads = torch.get_num_threads()
     try:
-        if trainer_class is not None:
-            TrainerFactory.TRAINER_MAPPING["causal_lm"] = trainer_class
+        if trainer is not None:
+            TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{trainer.__module__}.{trainer.__name__}"
         Stopped(argv).main()
     except _Built:
         pass
     finally:
         TrainerFactory.TRAINER_MAPPING["causal_lm"] = before
         torch.set_num_threads(threads)
-    (trainer,) = built
-    return trainer
+    (found,) = built
+    return found

@@ -25,7 +25,9 @@ WAITING_METHODS = {
     "communicate": 1,
 }
 KNOWS_SWIFT = {
-    "trainer.py",
+    "training/engine_canary.py",
+    "training/sft.py",
+    "training/stage2_trainer.py",
     "preflight/swift_parsing.py",
     "channel_b/encoding.py",
     "doctor/preparation.py",

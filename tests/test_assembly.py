@@ -313,10 +313,10 @@ def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[s
         for number, row in enumerate(rows[:8])
     ]
     spoilt[3], spoilt[6] = rows[3], rows[6]
-    samples = usable_samples(spoilt, seed=1, encoder=encoder)
+    samples = usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
     assert {sample.key.index for sample in samples} == {3, 6}
     assert [sample.key for sample in samples] == [
-        sample.key for sample in usable_samples(spoilt, seed=1, encoder=encoder)
+        sample.key for sample in usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
     ], "all ranks look at the same samples"
 
 
@@ -326,7 +326,7 @@ def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder
         DatasetError,
         match=r"got none among num_rows=5, the first \(a row of no local JSONL\) because: a row needs objects=",
     ):
-        usable_samples(rows, seed=1, encoder=encoder)
+        usable_samples(rows, seed=1, encoder=encoder, task=make_task())
 
 
 # --- a whole run -------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from real_model import make_encoder, make_task, sample_of, segment_of
-from sft_run import build_trainer
+from sft_run import build_trainer, channel_a_alone
+from swift.trainers import Seq2SeqTrainer
 from transformers import TrainerCallback
 
+from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.records import Segment
-from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 Gradients = dict[str, torch.Tensor]
 
@@ -41,17 +42,15 @@ def _gradients(model: Any) -> Gradients:
     return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _build(rows_file: Path, directory: Path, trainer_class: str, **arguments: Any) -> Any:
-    config = directory / "config.yaml"
-    config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CONFIG_VARIABLE, str(config))
-        return build_trainer(rows_file, directory / "out", trainer_class=trainer_class, **arguments)
-
-
-def _train(rows_file: Path, directory: Path, trainer_class: str) -> Recorded:
-    trainer = _build(
-        rows_file, directory, trainer_class, max_steps=3, gradient_accumulation_steps=3, freeze_vit=False
+def _train(rows_file: Path, directory: Path, trainer_class: type, **given: Any) -> Recorded:
+    trainer = build_trainer(
+        rows_file,
+        directory / "out",
+        trainer=trainer_class,
+        given=given,
+        max_steps=3,
+        gradient_accumulation_steps=3,
+        freeze_vit=False,
     )
     recorded = Recorded()
     trainer.add_callback(_Recorder(recorded))
@@ -68,8 +67,8 @@ def test_channel_a_is_bit_equal_to_plain_ms_swift(
     directory = tmp_path_factory.mktemp("runs")
     for name in ("plain", "ours"):
         (directory / name).mkdir()
-    plain = _train(rows_file, directory / "plain", "swift.trainers.Seq2SeqTrainer")
-    ours = _train(rows_file, directory / "ours", "swift_stage2.trainer.Stage2Trainer")
+    plain = _train(rows_file, directory / "plain", Seq2SeqTrainer)
+    ours = _train(rows_file, directory / "ours", Stage2Trainer, stage2=channel_a_alone())
     assert len(plain.gradients) == len(ours.gradients) == 3
     for expected, got in zip(plain.gradients, ours.gradients, strict=True):
         assert expected.keys() == got.keys()
@@ -88,10 +87,11 @@ def test_channel_a_is_bit_equal_to_plain_ms_swift(
 
 @pytest.fixture(scope="module")
 def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage2Trainer:
-    trainer: Stage2Trainer = _build(
+    trainer: Stage2Trainer = build_trainer(
         rows_file,
-        tmp_path_factory.mktemp("pack"),
-        "swift_stage2.trainer.Stage2Trainer",
+        tmp_path_factory.mktemp("pack") / "out",
+        trainer=Stage2Trainer,
+        given={"stage2": channel_a_alone()},
         freeze_vit=False,
         learning_rate=0.0,
     )

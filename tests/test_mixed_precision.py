@@ -8,31 +8,28 @@ from typing import Any
 import pytest
 import torch
 from real_model import make_encoder, read_rows, sample_of
-from sft_run import build_trainer
+from sft_run import build_trainer, channel_a_alone
 
+from swift_stage2 import Stage2Trainer
 from swift_stage2.assembly import start_run
-from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
-    bf16: bool, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+    bf16: bool, tmp_path: Path, rows_file: Path
 ) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
-    monkeypatch.setenv(CONFIG_VARIABLE, str(config))
     given: dict[str, Any] = {}
 
     def remember(*arguments: Any, **settings: Any) -> Any:
         given.update(settings)
         return start_run(*arguments, **settings)
 
-    monkeypatch.setattr(Stage2Trainer, "make_run", staticmethod(remember))
     trainer = build_trainer(
         rows_file,
         tmp_path / "out",
-        trainer_class="swift_stage2.trainer.Stage2Trainer",
+        trainer=Stage2Trainer,
+        given={"stage2": channel_a_alone(), "start_run": remember},
         fp16=False,
         bf16=bf16,
     )

@@ -84,8 +84,8 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
     code = (
         "import sys, types\n"
         "from swift_stage2 import cli\n"
-        "module = types.ModuleType('swift_stage2.trainer')\n"
-        "module.train = lambda config_path: print('step 1') or 7\n"
+        "module = types.ModuleType('swift_stage2.training.sft')\n"
+        "module.train = lambda config: print('step 1') or 7\n"
         "sys.modules[module.__name__] = module\n"
         f"sys.exit(cli.main(['train', {str(file)!r}]))\n"
     )
@@ -94,13 +94,13 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
 
 
 def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(config_path: str) -> int:
+    def train(config: object) -> int:
         raise BrokenPipeError("a server's")
 
     file = config_of_a_run(tmp_path)
-    module = types.ModuleType("swift_stage2.trainer")
+    module = types.ModuleType("swift_stage2.training.sft")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "swift_stage2.trainer", module)
+    monkeypatch.setitem(sys.modules, "swift_stage2.training.sft", module)
     with pytest.raises(BrokenPipeError, match="a server's"):
         cli.main(["train", str(file)])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from detection_task import make_task
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
@@ -173,7 +174,7 @@ def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, syn
     )
     fence, client, pipeline = InferFence(start_closed=True), StandInClient(), StandInPipeline()
     channel_b = ChannelB(
-        source=SampleSource([{}] * 4, rank=RANK, world_size=2, seed=0),
+        source=SampleSource([{}] * 4, make_task(), rank=RANK, world_size=2, seed=0),
         client=client,  # type: ignore[arg-type]
         queue=queue,
         pipeline=pipeline,  # type: ignore[arg-type]

@@ -24,10 +24,9 @@ from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol
 from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.probe import SuspectProbe
@@ -89,7 +88,7 @@ class AnswerTargets:
 
     def _generate(self) -> str:
         self._client.set_proven([self._url], {self._url: "one"})
-        sample = Sample(SampleKey(epoch=0, position=0, index=0), row={}, labels=(), boxes=())
+        sample = Sample(SampleKey(epoch=0, position=0, index=0), row={})
         outcome = self._client.generate([sample], [_REQUEST])
         assert len(outcome.rollouts) + len(outcome.returned) + len(outcome.quarantined) == 1
         return "record" if outcome.rollouts else "fault"

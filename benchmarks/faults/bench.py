@@ -24,7 +24,10 @@ from benchmarks.faults.server import Leftovers, Program, TestedServer, lasting_p
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from benchmarks.results import say
 from benchmarks.servers import BenchServers, ServerKind, server_arguments
+from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.binding import bind
 from swift_stage2.demo.demo_config import STAGE1, free_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
@@ -193,7 +196,8 @@ def write_rows(directory: Path) -> Path:
 def write_poisonous_rows(rows: Path) -> Path:
     """The same scenes, but that one row's image is no image; returns another JSONL beside the first."""
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    source = SampleSource(lines, rank=0, world_size=NUM_RANKS, seed=_SEED)
+    task = DetectionTask.from_config(bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}}))
+    source = SampleSource(lines, task, rank=0, world_size=NUM_RANKS, seed=_SEED)
     index = source.draw(POISON_POSITION + 1)[-1].key.index
     image = rows.parent / "poison.png"
     whole = Path(lines[index]["images"][0]).read_bytes()

@@ -15,10 +15,7 @@ from dataclasses import replace
 from benchmarks.faults.commit import INSTALL, INSTALL_SEEN, Switches
 from swift_stage2.rollout_server.app import serve
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.server_command import LoadingEngine
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
+from swift_stage2.rollout_server.engine import Engine, InstallFault
 
 _POLL_S = 0.05
 
@@ -27,9 +24,8 @@ def main(argv: Sequence[str]) -> int:
     """Serves until SIGTERM; exit status as ``swift-stage2 rollout``."""
     command = parse_command(argv)
 
-    def start_engine() -> LoadingEngine:
+    def start_engine() -> Engine:
         engine = command.start_engine()
-        assert isinstance(engine, TransformersRolloutEngine | VllmRolloutEngine)
         arguments = (engine, Switches.from_environment())
         threading.Thread(target=_follow, args=arguments, name="install-fault", daemon=True).start()
         return engine
@@ -37,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     return serve(replace(command, start_engine=start_engine))
 
 
-def _follow(engine: TransformersRolloutEngine | VllmRolloutEngine, switches: Switches) -> None:
+def _follow(engine: Engine, switches: Switches) -> None:
     while True:
         wanted = InstallFault(switches.read(INSTALL) or InstallFault.NONE)
         if wanted is not engine.install_fault:

@@ -5,19 +5,20 @@ Everything else of the learner is what a user runs. Given to the jobs of ``swift
 
 from __future__ import annotations
 
-from swift_stage2.trainer import Stage2Trainer  # isort: skip, it must be imported before torchvision
+from typing import Any
 
-from swift.trainers import TrainerFactory
+from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
 from benchmarks.faults.commit import FaultyTransport, PushHistory, SlowDisk, Switches
 from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.training.stage2_trainer import register_trainer
 from swift_stage2.weights.transport import WeightTransport
 
 
 class FaultyTrainer(Stage2Trainer):
     """The trainer of the bench's jobs."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._switches = Switches.from_environment()
         self._history = PushHistory()
@@ -27,4 +28,4 @@ class FaultyTrainer(Stage2Trainer):
         return FaultyTransport(transport, self._switches, self._history)
 
 
-TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{FaultyTrainer.__module__}.{FaultyTrainer.__name__}"
+register_trainer(FaultyTrainer)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,14 +150,23 @@ def _note_wait(step: int, seconds: float) -> None:
         file.write(json.dumps({"step": step, "seconds": seconds}) + "\n")
 
 
-def _install(kind: str) -> None:
-    from swift_stage2 import assembly
-
-    queues = {INLINE: InlineQueue, LAGGING: DelayedQueue}
-    if kind in queues:
-        assembly.ReadyQueue = queues[kind]  # type: ignore[attr-defined, assignment]
-    assembly.Pipeline = SwitchedPipeline if kind == SWITCHED else InlinePipeline  # type: ignore[attr-defined, assignment]
-
+_PARTS: dict[str, dict[str, Any]] = {
+    INLINE: {"make_queue": InlineQueue, "make_pipeline": InlinePipeline},
+    LAGGING: {"make_queue": DelayedQueue, "make_pipeline": InlinePipeline},
+    SWITCHED: {"make_pipeline": SwitchedPipeline},
+}
 
 if PIPELINE_VARIABLE in os.environ:
-    _install(os.environ[PIPELINE_VARIABLE])
+    from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
+
+    from swift_stage2.assembly import start_run
+    from swift_stage2.training.stage2_trainer import register_trainer
+
+    class BenchTrainer(Stage2Trainer):
+        """The trainer of the bench's jobs."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            start = partial(start_run, **_PARTS[os.environ[PIPELINE_VARIABLE]])
+            super().__init__(*args, **{"start_run": start, **kwargs})
+
+    register_trainer(BenchTrainer)

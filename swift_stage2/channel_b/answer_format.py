@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, SYNTAX, Dialect
+from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
 Objects = Sequence[tuple[str, Sequence[int]]]
@@ -30,10 +30,6 @@ _INTEGER = re.compile(_DIGITS)
 _COORDINATE = re.compile(rf'"<\|coord_{_DIGITS}\|>"|<\|coord_{_DIGITS}\|>|{_DIGITS}')
 _PLACEHOLDER = re.compile("<ref-object>|<bbox>")
 _SEPARATOR = re.compile(f"{_S},{_S}")
-_STANDARD = {
-    Dialect.OBJECT_LIST: '[{"bbox_2d": [0, 0, 0, 0], "label": "a"}]',
-    Dialect.OBJECT_MAP: '{"object_1": {"desc": "a", "bbox_2d": [0, 0, 0, 0]}}',
-}
 _RULE = "stage2_ab.channel_b.target.dialect must be the format of channel A's answers"
 _REMEDY = (
     "set the other dialect, mend the data set's answers (placeholders <bbox> and <ref-object>; no quote or line break "
@@ -105,7 +101,7 @@ class AnswerFormat:
             SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
         """
         if not objects:
-            start = self.without_objects.index(SYNTAX[self.dialect].opener) + 1
+            start = self.without_objects.index(self.dialect.opener) + 1
             yield Piece(self.without_objects[:start], Part.STRUCTURE)
             yield Piece(self.without_objects[start:], Part.CLOSURE)
             return
@@ -118,7 +114,7 @@ class AnswerFormat:
                 Piece(self._escape(label), Part.LABEL, number),
                 Piece(self._spell(box), Part.COORDINATES, number),
             )
-            name = f'"object_{self.first_number + number}' if SYNTAX[self.dialect].named else ""
+            name = f'"object_{self.first_number + number}' if self.dialect.named else ""
             yield Piece(name + self.opener, Part.STRUCTURE)
             yield values[self.box_first]
             yield Piece(self.middle, Part.STRUCTURE)
@@ -173,7 +169,7 @@ class AnswerFormat:
 @cache
 def standard_format(dialect: Dialect) -> AnswerFormat:
     """How a dialect is written where no answer shows anything else: ``json.dumps``, without a fence."""
-    return replace(read_format(_STANDARD[dialect], dialect), seen=frozenset())
+    return replace(read_format(dialect.example, dialect), seen=frozenset())
 
 
 def read_format(text: str, dialect: Dialect) -> AnswerFormat:
@@ -241,7 +237,7 @@ def _read(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]:
     found = _find_container(text, dialect)
     if found is None:
         raise ConfigError(
-            f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}, which should read like {_STANDARD[dialect]!r}; "
+            f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}, which should read like {dialect.example!r}; "
             f"{_REMEDY}"
         )
     shown, objects = found
@@ -255,12 +251,11 @@ def _read(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]:
 
 
 def _find_container(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects] | None:
-    syntax = SYNTAX[dialect]
-    start = text.find(syntax.opener) + 1
+    start = text.find(dialect.opener) + 1
     if start == 0:
         return None
     first = _skip_space(text, start)
-    if text.startswith(syntax.closer, first):
+    if text.startswith(dialect.closer, first):
         return replace(standard_format(dialect), empty=text, seen=frozenset({"empty"})), ()
     for box_first in (False, True):
         if found := _find_objects(text, first, dialect, box_first):
@@ -271,7 +266,7 @@ def _find_container(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]
 def _find_objects(
     text: str, first: int, dialect: Dialect, box_first: bool
 ) -> tuple[AnswerFormat, Objects] | None:
-    syntax, pattern = SYNTAX[dialect], _object_pattern(dialect, box_first)
+    pattern = _object_pattern(dialect, box_first)
     found: list[re.Match[str]] = []
     separators: list[str] = []
     position = first
@@ -282,7 +277,7 @@ def _find_objects(
             break
         separators.append(comma[0])
         position = comma.end()
-    if not found or not text.startswith(syntax.closer, _skip_space(text, found[-1].end())):
+    if not found or not text.startswith(dialect.closer, _skip_space(text, found[-1].end())):
         return None
     try:
         labels = [str(json.loads(f'"{match["label"]}"')) for match in found]
@@ -304,14 +299,14 @@ def _find_objects(
     shown = AnswerFormat(
         dialect=dialect,
         head=text[:first],
-        opener=text[one.end("name") if syntax.named else one.start() : one.start(before)],
+        opener=text[one.end("name") if dialect.named else one.start() : one.start(before)],
         box_first=box_first,
         coordinate=_INTEGER.sub("{}", _COORDINATE.findall(one["box"])[0]),
         coordinate_separator=_SEPARATOR.findall(one["box"])[0],
         middle=text[one.end(before) : one.start(after)],
         closer=text[one.end(after) : one.end()],
         tail=text[found[-1].end() :],
-        first_number=int(one["number"]) if syntax.named else 1,
+        first_number=int(one["number"]) if dialect.named else 1,
         separator="".join(separators[:1]),
         ensure_ascii=escapes[:1] == [True],
         seen=frozenset(field.name for field in fields(AnswerFormat)) - unseen,
@@ -322,13 +317,10 @@ def _find_objects(
 
 @cache
 def _object_pattern(dialect: Dialect, box_first: bool) -> re.Pattern[str]:
-    syntax = SYNTAX[dialect]
-    name = rf'(?P<name>"object_(?P<number>{_DIGITS}))"{_S}:{_S}' if syntax.named else ""
-    label = rf'"{syntax.label_key}"{_S}:{_S}"(?P<label>(?:[^"\\]++|\\.)*+)"'
+    name = rf'(?P<name>"object_(?P<number>{_DIGITS}))"{_S}:{_S}' if dialect.named else ""
+    label = rf'"{dialect.label_key}"{_S}:{_S}"(?P<label>(?:[^"\\]++|\\.)*+)"'
     coordinate = _COORDINATE.pattern
-    box = (
-        rf'"{syntax.box_key}"{_S}:{_S}\[{_S}(?P<box>(?:{coordinate})(?:{_S},{_S}(?:{coordinate})){{3}}){_S}\]'
-    )
+    box = rf'"{dialect.box_key}"{_S}:{_S}\[{_S}(?P<box>(?:{coordinate})(?:{_S},{_S}(?:{coordinate})){{3}}){_S}\]'
     members = f"{_S},{_S}".join((box, label) if box_first else (label, box))
     return re.compile(rf"{name}\{{{_S}{members}{_S}\}}", re.DOTALL)
 

@@ -1,46 +1,59 @@
-"""The two ways in which an answer lists its objects, and the words each of them uses.
+"""The ways in which an answer lists its objects, and the words each of them uses.
 
 One table serves the parser, which reads a dialect, and the renderer, which writes it, so that what is
-written is always what is read.
+written is always what is read. A user's file may add to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
-from typing import Never
+
+from swift_stage2.config.registry import register
 
 END_OF_TURN = "<|im_end|>"
 
 
-class Dialect(StrEnum):
-    """How an answer lists objects. An unknown name raises a ``ValueError`` that gives the valid ones."""
-
-    OBJECT_LIST = "object_list"  # [{"bbox_2d": [1, 2, 3, 4], "label": "a"}]
-    OBJECT_MAP = "object_map"  # {"object_1": {"desc": "a", "bbox_2d": [1, 2, 3, 4]}}
-
-    @classmethod
-    def _missing_(cls, value: object) -> Never:
-        names = ", ".join(cls)
-        raise ValueError(f"a dialect must be known, got dialect={value!r}; use one of {names}")
-
-
 @dataclass(frozen=True, slots=True)
-class Syntax:
+class Dialect:
     """The brackets of a dialect's container and the only keys that its objects may have."""
 
+    name: str
     opener: str
     closer: str
     label_key: str
     box_key: str
-    named: bool  # every object stands under a key ``object_<digits>``
+    example: str
+    """One object of label a and box 0, 0, 0, 0: how answers are spelled where no row shows anything else."""
+    named: bool = False
+    """Whether every object stands under a key ``object_<digits>``."""
+
+    def __str__(self) -> str:
+        return self.name
 
 
-SYNTAX: Mapping[Dialect, Syntax] = MappingProxyType(
-    {
-        Dialect.OBJECT_LIST: Syntax("[", "]", label_key="label", box_key="bbox_2d", named=False),
-        Dialect.OBJECT_MAP: Syntax("{", "}", label_key="desc", box_key="bbox_2d", named=True),
-    }
+DIALECTS: dict[str, Dialect] = {}
+
+
+def register_dialect(dialect: Dialect) -> Dialect:
+    """Lets ``stage2_ab.channel_b.target.dialect`` name it.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return register(DIALECTS, "dialect", dialect.name)(dialect)
+
+
+OBJECT_LIST = register_dialect(
+    Dialect("object_list", "[", "]", "label", "bbox_2d", '[{"bbox_2d": [0, 0, 0, 0], "label": "a"}]')
+)
+OBJECT_MAP = register_dialect(
+    Dialect(
+        "object_map",
+        "{",
+        "}",
+        "desc",
+        "bbox_2d",
+        '{"object_1": {"desc": "a", "bbox_2d": [0, 0, 0, 0]}}',
+        named=True,
+    )
 )

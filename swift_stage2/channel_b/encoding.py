@@ -19,8 +19,9 @@ import torch
 from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.image_files import without_orientation
+from swift_stage2.channel_b.task import Convert
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
-from swift_stage2.records import Box, Rollout, Sample, Segment, Target, find_image
+from swift_stage2.records import Rollout, Sample, Segment, Target, find_image
 from swift_stage2.servers.image_opening import open_image
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
@@ -41,11 +42,12 @@ _ENCODING_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoding:
-    """A sample as the model is asked it, and its ground truth in the template's coordinate space."""
+    """A sample as the model is asked it, and the way into the template's coordinate space."""
 
     encoding: Mapping[str, Any]  # input_ids and image tensors, as the template gives them
     token_ids: tuple[int, ...]
-    boxes: tuple[tuple[int, int, int, int], ...]
+    convert: Convert
+    """Raises SampleError for coordinates outside the image."""
     images_size: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
     space: tuple[int, int] | None = None  # (width, height) of what boxes are written in; None without images
 
@@ -113,7 +115,7 @@ class Encoder:
         }
 
     def encode_prompt(self, sample: Sample) -> PromptEncoding:
-        """Encodes the prompt alone and converts the ground truth into the template's space.
+        """Encodes the prompt alone.
 
         Raises:
             SampleError: the template refuses the row (unreadable image, prompt too long).
@@ -121,18 +123,14 @@ class Encoder:
         kept = {key: value for key, value in sample.row.items() if key not in ("messages", "objects")}
         row = copy.deepcopy(kept)  # the template changes what it is given
         row["messages"] = _prompt_messages(sample.row)
-        row["objects"] = {
-            "ref": list(sample.labels),
-            "bbox": [list(box) for box in sample.boxes],
-            **{key: value for key in ("bbox_type", "image_id") if (value := sample.row["objects"].get(key))},
-        }
+        row["objects"] = {"ref": [], "bbox": []}  # so that the template keeps the images' own sizes
         with self._span("encode"):
             encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
-        boxes = self._read_boxes(inputs)
         sizes = tuple(image.size for image in inputs.images)
         space = _space(inputs.images, self._template.norm_bbox)
-        return PromptEncoding(encoding, tuple(encoding["input_ids"]), boxes, sizes, space)
+        convert = self._converter(inputs, sample.row.get("objects") or {})
+        return PromptEncoding(encoding, tuple(encoding["input_ids"]), convert, sizes, space)
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Token ids of an answer, tokenised once as a whole, and each token's character offsets."""
@@ -207,17 +205,15 @@ class Encoder:
             batch["position_ids"] = torch.cat([text_positions[None], batch["position_ids"]])
         return batch
 
-    def check_answer_format(
-        self, sample: Sample
-    ) -> tuple[str, tuple[tuple[str, tuple[int, int, int, int]], ...]]:
-        """Channel A's own answer to a sample as text, and the objects that it must spell out.
+    def answer_of(self, sample: Sample) -> str:
+        """Channel A's own answer to a sample.
 
         Raises:
             DatasetError: the row has no answer.
             SampleError: the template refuses the row.
         """
         _prompt_messages(sample.row)
-        encoding = self._encode(copy.deepcopy(dict(sample.row)), return_template_inputs=True)
+        encoding = self._encode(copy.deepcopy(dict(sample.row)))
         labels = encoding["labels"]
         start = len(labels)
         while start and labels[start - 1] != IGNORED_LABEL:  # earlier turns are channel B's prompt
@@ -227,28 +223,33 @@ class Encoder:
             raise DatasetError("a row needs an assistant message, got none; add the answer to every row")
         if self._closing_ids and tuple(answer[-len(self._closing_ids) :]) == self._closing_ids:
             answer = answer[: -len(self._closing_ids)]
-        boxes = self._read_boxes(encoding["template_inputs"])
-        objects = zip(map(self.normalise, sample.labels), boxes, strict=True)
-        return self._tokenizer.decode(answer), tuple(objects)
+        return str(self._tokenizer.decode(answer))
 
     def normalise(self, text: str) -> str:
         """Text as its tokens spell it: some tokenizers compose accents."""
         normalizer = self._tokenizer.backend_tokenizer.normalizer
         return str(normalizer.normalize_str(text)) if normalizer is not None else text
 
-    def _read_boxes(self, inputs: Any) -> tuple[tuple[int, int, int, int], ...]:
-        """The ground truth in the template's space. Raises SampleError for a box outside its image."""
-        boxes = tuple(_as_integers(box) for box in inputs.objects["bbox"])
-        _check_inside(boxes, inputs.images, self._template.norm_bbox)
-        return boxes
+    def _converter(self, inputs: Any, objects: Mapping[str, Any]) -> Convert:
+        """``inputs`` are the template's own, with resized images; ``objects`` says in what a row's coordinates are."""
+        sizes = {key: inputs.objects[key] for key in ("width", "height")}
+        units = {key: value for key in ("bbox_type", "image_id") if (value := objects.get(key))}
+
+        def convert(coordinates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
+            # A fresh copy: the template changes what it is given.
+            inputs.objects = copy.deepcopy({**sizes, **units, "bbox": list(map(list, coordinates))})
+            if inputs.images:
+                with _template_errors():
+                    self._template.normalize_bbox(inputs)
+            found = tuple(tuple(map(int, each)) for each in inputs.objects["bbox"])
+            _check_inside(found, inputs.images, self._template.norm_bbox)
+            return found
+
+        return convert
 
     def _encode(self, row: dict[str, Any], **options: Any) -> dict[str, Any]:
-        try:
+        with _template_errors():
             encoding: dict[str, Any] = self._template.encode(row, return_length=True, **options)
-        except _ENCODING_ERRORS as error:
-            raise SampleError(
-                f"the template cannot encode the row: {type(error).__name__}: {error}"
-            ) from error
         return encoding
 
     def _find_closing_ids(self) -> tuple[int, ...]:
@@ -326,18 +327,21 @@ def _read_image(path: str) -> bytes:
         raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error
 
 
-def _as_integers(box: Sequence[float]) -> tuple[int, int, int, int]:
-    x1, y1, x2, y2 = (int(value) for value in box)
-    return x1, y1, x2, y2
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    try:
+        yield
+    except _ENCODING_ERRORS as error:
+        raise SampleError(f"the template cannot encode the row: {type(error).__name__}: {error}") from error
 
 
-def _check_inside(boxes: Sequence[Box | tuple[int, ...]], images: Sequence[Any], norm_bbox: str) -> None:
+def _check_inside(boxes: Sequence[tuple[int, ...]], images: Sequence[Any], norm_bbox: str) -> None:
     space = _space(images, norm_bbox)
     if space is None:
         return
     width, height = space
     for box in boxes:
-        if len(images) == 1 and (box[2] > width or box[3] > height):
+        if len(images) == 1 and (max(box[::2]) > width or max(box[1::2]) > height):
             raise SampleError(
                 f"a box must lie inside its image, got bbox={list(box)} width={width} height={height} "
                 "in the template's space; mend the annotation"

@@ -16,13 +16,13 @@ from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.sample_events import PostEvents
-from swift_stage2.channel_b.sample_source import Rows, read_sample
+from swift_stage2.channel_b.sample_source import read_sample
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
     EvaluationCounts,
-    MatchQuality,
     Rollout,
     Sample,
     SampleKey,
@@ -60,6 +60,7 @@ class RankEvaluation:
     def __init__(
         self,
         rows: Rows,
+        task: Task,
         *,
         num_samples: int,
         rank: int,
@@ -73,6 +74,7 @@ class RankEvaluation:
     ) -> None:
         """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
         self._rows = rows
+        self._task = task
         indices = (range(len(rows)) if usable is None else usable)[:num_samples][rank::world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
         self._client = client
@@ -80,6 +82,7 @@ class RankEvaluation:
         self._preprocessor = preprocessor
         self._decoding = replace(decoding, temperature=0.0)
         self._events = events
+        self._nothing = EvaluationCounts(metrics=dict.fromkeys(task.metrics, (0.0, 0.0)))
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
 
@@ -93,8 +96,9 @@ class RankEvaluation:
     def begin(self, version: int) -> None:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
+        counts = replace(self._nothing, num_wanted=len(waiting))
         with self._lock:
-            self._progress = _Progress(version, waiting, EvaluationCounts(num_wanted=len(waiting)))
+            self._progress = _Progress(version, waiting, counts)
 
     def ask_no_more(self) -> None:
         """What is asked at the moment still counts; nothing else is asked before the next ``begin``."""
@@ -107,7 +111,7 @@ class RankEvaluation:
         """What was counted until now. An answer that comes later is of no evaluation."""
         with self._lock:
             progress, self._progress = self._progress, None
-        return EvaluationCounts() if progress is None else progress.counts
+        return self._nothing if progress is None else progress.counts
 
     def ask(self, max_prompts: int) -> bool:
         """Asks for one batch, if something is to be asked; False when nothing came of it.
@@ -123,7 +127,7 @@ class RankEvaluation:
             progress.is_asking = True
         samples, requests, failed = self._read(numbers)
         outcome = BatchOutcome()
-        qualities: dict[int, MatchQuality] = {}
+        targets: dict[int, Target] = {}
         if samples:
             terms = Terms(self._decoding, self._events, only_version=progress.version)
             outcome = self._client.generate(samples, requests, terms)
@@ -133,23 +137,21 @@ class RankEvaluation:
                 for rollout in outcome.rollouts
                 if {span.version for span in rollout.spans} == {progress.version}
             ]
-            self._judge(asked_for, qualities, failed)
-        return self._take(progress, numbers, qualities, failed, was_asked=outcome.num_posts > 0)
+            self._judge(asked_for, targets, failed)
+        return self._take(progress, numbers, targets, failed, was_asked=outcome.num_posts > 0)
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
         samples, requests, failed = [], [], {}
         for number in numbers:
             try:
-                sample = read_sample(self._rows, self._keys[number])
+                sample = read_sample(self._rows, self._task, self._keys[number])
                 requests.append(self._make_request(sample))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)
         return samples, requests, failed
 
-    def _judge(
-        self, rollouts: Sequence[Rollout], qualities: dict[int, MatchQuality], failed: dict[int, str]
-    ) -> None:
+    def _judge(self, rollouts: Sequence[Rollout], targets: dict[int, Target], failed: dict[int, str]) -> None:
         if not rollouts:
             return
         found = list(self._preprocessor.judge(rollouts))
@@ -161,7 +163,7 @@ class RankEvaluation:
                 continue  # as if it had not answered
             number = rollout.sample.key.position
             if isinstance(judged, Judged):
-                qualities[number] = judged.target.quality
+                targets[number] = judged.target
                 self._events.matched(rollout, judged.target, judged.space)
             else:
                 failed[number] = str(judged)
@@ -170,7 +172,7 @@ class RankEvaluation:
         self,
         progress: _Progress,
         numbers: Sequence[int],
-        qualities: dict[int, MatchQuality],
+        targets: dict[int, Target],
         failed: dict[int, str],
         *,
         was_asked: bool,
@@ -178,11 +180,11 @@ class RankEvaluation:
         """Counts a batch, unless its evaluation has ended meanwhile."""
         with self._lock:
             if progress is not self._progress:
-                return bool(qualities)
+                return bool(targets)
             progress.is_asking = False
             for number in numbers:
-                if number in qualities:
-                    progress.counts = progress.counts.with_answer(qualities[number])
+                if number in targets:
+                    progress.counts = progress.counts.with_answer(targets[number])
                 elif number not in failed:
                     progress.num_asks[number] += was_asked
                     if progress.num_asks[number] == MAX_ASKS:
@@ -193,4 +195,4 @@ class RankEvaluation:
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
             self._events.given_up(self._keys[number].index, message)
-        return bool(qualities or failed)
+        return bool(targets or failed)

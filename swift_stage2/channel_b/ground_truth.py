@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swift_stage2.errors import SampleError
 from swift_stage2.records import Box
+
+
+@dataclass(frozen=True, slots=True)
+class TrueObjects:
+    """What an image shows, as its row says it: boxes are x1, y1, x2, y2 in the row's own units."""
+
+    labels: tuple[str, ...]
+    boxes: tuple[Box, ...]
+
+    def __len__(self) -> int:
+        return len(self.boxes)
 
 
 def lists_objects(row: Mapping[str, Any]) -> bool:
@@ -19,8 +31,8 @@ def lists_objects(row: Mapping[str, Any]) -> bool:
     return isinstance(objects, Mapping) and objects.get("bbox") is not None
 
 
-def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Box, ...]]:
-    """Labels and boxes (x1, y1, x2, y2) of a row's ``objects``, in their own order. Both lists may be empty.
+def read_ground_truth(row: Mapping[str, Any]) -> TrueObjects:
+    """A row's ``objects``, in their own order; there may be none.
 
     Raises:
         SampleError: no list of boxes, an object without box or label, a box that is not four ordered numbers.
@@ -40,7 +52,7 @@ def read_ground_truth(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Bo
         )
     if any(not isinstance(label, str) or not label.strip() for label in labels):
         raise SampleError("every label in objects.ref must be non-empty text")
-    return tuple(label.strip() for label in labels), tuple(_read_box(box) for box in boxes)
+    return TrueObjects(tuple(label.strip() for label in labels), tuple(_read_box(box) for box in boxes))
 
 
 def _read_box(box: Any) -> Box:

@@ -12,6 +12,15 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.records import Pack, Rollout, Segment, Target
 
 
+def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:
+    """One rollout corrected.
+
+    Raises:
+        SampleError, MatchingError: the sample cannot be used.
+    """
+    return task.correct(rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
+
+
 def make_segment(
     rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task
 ) -> tuple[Segment, Target]:
@@ -20,14 +29,14 @@ def make_segment(
     Raises:
         SampleError, MatchingError: the sample cannot be used.
     """
-    sample = rollout.sample
-    target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
+    target = make_target(rollout, prompt, encoder, task)
+    key = rollout.sample.key
     segment = encoder.encode_segment(
         rollout,
         prompt,
         target,
         closing_weight=task.closing_weight,
-        sample_id=f"{sample.key.epoch}:{sample.key.position}:{sample.key.index}",
+        sample_id=f"{key.epoch}:{key.position}:{key.index}",
     )
     return segment, target
 

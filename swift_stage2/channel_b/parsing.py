@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, SYNTAX, Syntax
-from swift_stage2.channel_b.dialects import Dialect as Dialect
+from swift_stage2.channel_b.dialects import DIALECTS, END_OF_TURN, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.object_reader import (
     Atom,
     Members,
@@ -68,7 +67,7 @@ class ParsedRollout:
     truncated: bool
 
 
-def parse_rollout(text: str, dialect: str = Dialect.OBJECT_LIST) -> ParsedRollout:
+def parse_rollout(text: str, dialect: str | Dialect = OBJECT_LIST) -> ParsedRollout:
     """Reads an answer of the model.
 
     The container starts at the dialect's first bracket. Text before it, after it and after the end of
@@ -77,7 +76,7 @@ def parse_rollout(text: str, dialect: str = Dialect.OBJECT_LIST) -> ParsedRollou
     Raises:
         ValueError: the dialect is unknown. No text raises.
     """
-    syntax = SYNTAX[Dialect(dialect)]
+    syntax = dialect if isinstance(dialect, Dialect) else _dialect_named(dialect)
     answer = text.partition(END_OF_TURN)[0]
     start = answer.find(syntax.opener)
     if start < 0:
@@ -100,6 +99,12 @@ def parse_rollout(text: str, dialect: str = Dialect.OBJECT_LIST) -> ParsedRollou
     return ParsedRollout(tuple(objects), DropCounts(dict(dropped)), truncated)
 
 
+def _dialect_named(name: str) -> Dialect:
+    if name not in DIALECTS:
+        raise ValueError(f"a dialect must be known, got dialect={name!r}; use one of {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
 @dataclass(frozen=True, slots=True)
 class _Element:
     """One element of the container, or its closer. ``members`` is None for what is not an object."""
@@ -110,7 +115,7 @@ class _Element:
     is_closer: bool = False
 
 
-def _read_element(text: str, position: int, syntax: Syntax) -> _Element | None:
+def _read_element(text: str, position: int, syntax: Dialect) -> _Element | None:
     """The next element of the container, or None if the text ends before the element does."""
     if match := _SEPARATORS.match(text, position):
         position = match.end()
@@ -132,12 +137,12 @@ def _read_element(text: str, position: int, syntax: Syntax) -> _Element | None:
     return _skip(text, position, syntax, name)
 
 
-def _skip(text: str, position: int, syntax: Syntax, name: str | None) -> _Element | None:
+def _skip(text: str, position: int, syntax: Dialect, name: str | None) -> _Element | None:
     end = skip_element(text, position, syntax.closer)
     return None if end is None else _Element(end, name)
 
 
-def _judge_element(element: _Element, names: set[str], syntax: Syntax) -> PredictedObject | ObjectDropReason:
+def _judge_element(element: _Element, names: set[str], syntax: Dialect) -> PredictedObject | ObjectDropReason:
     """The object, or the first reason against it; remembers the element's name."""
     repeated = element.name in names
     if element.name is not None:
@@ -149,7 +154,7 @@ def _judge_element(element: _Element, names: set[str], syntax: Syntax) -> Predic
     return _judge_members(element.members, syntax)
 
 
-def _judge_members(members: Members, syntax: Syntax) -> PredictedObject | ObjectDropReason:
+def _judge_members(members: Members, syntax: Dialect) -> PredictedObject | ObjectDropReason:
     values = dict(members.pairs)
     if len(values) < len(members.pairs) or not values.keys() <= {syntax.label_key, syntax.box_key}:
         return ObjectDropReason.UNEXPECTED_KEY

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.packing_line import make_pack, make_segment
+from swift_stage2.channel_b.packing_line import make_pack, make_segment, make_target
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 from swift_stage2.records import Pack, Rollout, Segment, Target
@@ -105,11 +105,10 @@ class ThreadPreprocessor:
         return Prepared(segment, target, prompt.space, time.monotonic() - started)
 
     def _judge(self, rollout: Rollout) -> Judged | Refusal:
-        sample = rollout.sample
         try:
-            prompt = self._encoder.encode_prompt(sample)
+            prompt = self._encoder.encode_prompt(rollout.sample)
             _check_prompt(rollout, prompt)
-            target = self._task.correct(rollout, sample.labels, prompt.boxes, self._encoder.tokenise)
+            target = make_target(rollout, prompt, self._encoder, self._task)
         except (SampleError, MatchingError) as refusal:
             return refusal
         return Judged(target, prompt.space)

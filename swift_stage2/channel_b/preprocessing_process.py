@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 300
 _END_S = 10.0
 _TRACK = "preprocessing"
+_PLUGIN_PREFIX = "_swift_external_"
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -75,7 +76,7 @@ class ProcessPreprocessor:
                 env=_environment(),
             )
         try:
-            self._send(Setup(tuple(sys.path), parts, trace.enabled))
+            self._send(Setup(tuple(sys.path), _plugins(), parts, trace.enabled))
         except BaseException:
             self.close()
             raise
@@ -210,6 +211,12 @@ def _pickled(message: Any) -> bytes:
             "stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a module, not in "
             "__main__ or a function"
         ) from error
+
+
+def _plugins() -> dict[str, str]:
+    """Files that ms-swift has imported as ``external_plugins``, by the names that it gives them."""
+    found = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    return {name: file for name, file in found.items() if name.startswith(_PLUGIN_PREFIX) and file}
 
 
 def _signal_name(number: int) -> str:

@@ -7,6 +7,8 @@ hand (``PR_SET_PDEATHSIG``) if it is in the middle of something when the rank di
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import io
 import os
 import pickle
 import signal
@@ -14,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -33,9 +35,13 @@ Interval = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message. ``parts`` is a pickled ``(encoder, task, packing_length)``."""
+    """The first message. ``parts`` is a pickled ``(encoder, task, packing_length)``.
+
+    ``plugins``: files of modules that the rank imported under names which no import path leads to.
+    """
 
     import_path: tuple[str, ...]
+    plugins: Mapping[str, str]
     parts: bytes
     is_traced: bool
 
@@ -83,6 +89,23 @@ class Failure:
 
     summary: str
     trace: str
+
+
+class _Parts(pickle.Unpickler):
+    """Imports a user's file as the rank did, once something in it is needed; other plugins stay unloaded."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(io.BytesIO(setup.parts))
+        self._plugins = setup.plugins
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in self._plugins and module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module, self._plugins[module])
+            assert spec is not None, self._plugins[module]
+            assert spec.loader is not None, self._plugins[module]
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module])
+        return super().find_class(module, name)
 
 
 class _Intervals:
@@ -169,7 +192,7 @@ def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
     from swift_stage2.compat import declare_operators
 
     declare_operators()  # before the template imports torchvision
-    encoder, task, packing_length = pickle.loads(setup.parts)
+    encoder, task, packing_length = _Parts(setup).load()
     from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 
     encoder.attach_model()

@@ -13,27 +13,19 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import RowOrigin, Sample, SampleKey
 
 _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""
-
-
-class Rows(Protocol):
-    """A map-style data set of rows in ms-swift's grounding format."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +48,7 @@ class SampleSource:
     def __init__(
         self,
         rows: Rows,
+        task: Task,
         *,
         rank: int,
         world_size: int,
@@ -77,6 +70,7 @@ class SampleSource:
                 f"world_size={world_size}; add data or use fewer ranks"
             )
         self._rows = rows
+        self._task = task
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -201,23 +195,23 @@ class SampleSource:
 
     def _read(self, key: SampleKey) -> Drawn:
         try:
-            return Drawn(key, read_sample(self._rows, key))
+            return Drawn(key, read_sample(self._rows, self._task, key))
         except SampleError as error:
             return Drawn(key, None, error)
 
 
-def usable_rows(rows: Rows, policy: RowsWithoutObjects) -> Sequence[int]:
+def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[int]:
     """Numbers of the rows that channel B may draw, in order. A row that is merely bad is quarantined when drawn."""
     if policy is RowsWithoutObjects.REFUSE:
         return range(len(rows))
-    return [number for number in range(len(rows)) if lists_objects(rows[number])]
+    return [number for number in range(len(rows)) if task.has_truth(rows[number])]
 
 
-def read_sample(rows: Rows, key: SampleKey) -> Sample:
-    """The row behind a key, with its ground truth.
+def read_sample(rows: Rows, task: Task, key: SampleKey) -> Sample:
+    """The row behind a key, with its truth.
 
     Raises:
         SampleError: the row cannot be used.
     """
-    labels, boxes = read_ground_truth(row := rows[key.index])
-    return Sample(key=key, row=row, labels=labels, boxes=boxes)
+    row = rows[key.index]
+    return Sample(key=key, row=row, truth=task.read_truth(row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
@@ -23,8 +23,8 @@ _UNREADABLE = (
 
 
 def num_objects(sample: Sample) -> int:
-    """Objects in the ground truth."""
-    return len(sample.boxes)
+    """Objects in the ground truth; 1 of a task whose truth has no length."""
+    return len(sample.truth) if isinstance(sample.truth, Sized) else 1
 
 
 def num_pixels(request: Mapping[str, Any]) -> int | None:

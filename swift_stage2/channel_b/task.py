@@ -1,165 +1,118 @@
-"""What is done with one rollout: parse, match, and write the corrected target. Detection is one task.
+"""What a row's answer should say and what becomes of one that the model gave: the ``Task``, and those that there are.
 
-A task is pure and owns no thread; the pipeline gives it the rollout, the ground truth in the template's
-coordinate space and the tokeniser. Another task may take this one's place through the ``Task`` Protocol.
+Everything that knows what an answer means is here; the pipeline, evaluation and the checks before a run ask the task.
+``stage2_ab.task`` names one. Detection is shipped; a file of ms-swift's ``external_plugins`` may register others.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-import numpy as np
-
-from swift_stage2.channel_b.answer_format import AnswerFormat, read_format, refusal, standard_format
-from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.channel_b.matching import MatchResult, match_objects
-from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
-from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
-from swift_stage2.errors import ConfigError
-from swift_stage2.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Target
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.registry import register
+from swift_stage2.records import Rollout, Sample, Target
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
+if TYPE_CHECKING:
+    from swift_stage2.channel_b.encoding import Encoder
+
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+"""Token ids of a text as a whole, and the characters ``start <= i < end`` of each token."""
+
+Convert = Callable[[Sequence[Sequence[float]]], tuple[tuple[int, ...], ...]]
+"""Lists of coordinates x, y, x, y, … in the row's own units into the template's space, as the template does it."""
 
 
-class Task(Protocol):
-    """Turns a rollout and its ground truth into the target that channel B trains on."""
+class Rows(Protocol):
+    """A map-style data set of rows as ms-swift reads them."""
 
-    @property
-    def closing_weight(self) -> float: ...
+    def __len__(self) -> int: ...
 
-    def correct(
-        self, rollout: Rollout, labels: Sequence[str], boxes: Sequence[IntegerBox], tokenise: Tokenise
-    ) -> Target: ...
-
-    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> object: ...
-
-    def with_span(self, span: EnterSpan) -> Task: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-class DetectionTask:
-    """Objects as text with boxes, in one of the dialects of ``parsing``."""
+class Task(ABC):
+    """Reads a row's truth, corrects rollouts by it, and says what is measured.
 
-    def __init__(
-        self,
-        *,
-        dialect: str,
-        iou_threshold: float,
-        top_k: int,
-        unmatched_prediction_cost: float,
-        unmatched_ground_truth_cost: float,
-        same_label: bool,
-        weights: Mapping[TokenGroup, float],
-        span: EnterSpan = untraced,
-    ) -> None:
-        """``span`` is entered with the name of every stage."""
-        self._dialect = Dialect(dialect)
-        self.answer_format = standard_format(self._dialect)
-        """How targets are written."""
-        self._iou_threshold = iou_threshold
-        self._top_k = top_k
-        self._unmatched_prediction_cost = unmatched_prediction_cost
-        self._unmatched_ground_truth_cost = unmatched_ground_truth_cost
-        self._same_label = same_label
-        self._weights = dict(weights)
-        self._span = span
+    Pure: it owns no thread, and is pickled to the process that preprocesses. ``span`` is entered with the name of
+    every stage.
+    """
 
-    def with_span(self, span: EnterSpan) -> DetectionTask:
-        """The same task, entering another span."""
-        other = copy.copy(self)
-        other._span = span
-        return other
+    closing_weight: float = 1.0
+    """Loss weight of the template's end-of-turn tokens."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of metrics of its own, which evaluations report beside the shipped ones. See ``Target.metrics``."""
+    span: EnterSpan = staticmethod(untraced)
 
-    def with_format(self, answer_format: AnswerFormat) -> DetectionTask:
-        """The same task, writing targets in a format that was learned from channel A's answers."""
-        other = copy.copy(self)
-        other.answer_format = answer_format
-        return other
+    @classmethod
+    def from_config(cls, config: Stage2Config) -> Task:
+        """The task that a run's configuration describes."""
+        return cls()
 
-    @property
-    def closing_weight(self) -> float:
-        """Weight of the template's end-of-turn tokens."""
-        return self._weights[TokenGroup.CLOSURE]
-
-    def correct(
-        self, rollout: Rollout, labels: Sequence[str], boxes: Sequence[IntegerBox], tokenise: Tokenise
-    ) -> Target:
-        """The ground truth in the order in which the model found it, then what it missed.
-
-        ``boxes`` and the rollout share one coordinate space. A rollout with no usable object gives the
-        ground truth in its own order.
-        """
-        with self._span("parse"):
-            parsed = parse_rollout(rollout.text, self._dialect)
-        with self._span("match"):
-            match = match_objects(
-                [found.box for found in parsed.objects],
-                boxes,
-                iou_threshold=self._iou_threshold,
-                top_k=self._top_k,
-                unmatched_prediction_cost=self._unmatched_prediction_cost,
-                unmatched_ground_truth_cost=self._unmatched_ground_truth_cost,
-                allowed=_same_label(parsed, labels) if self._same_label else None,
-            )
-        with self._span("target"):
-            return self._target(rollout, labels, boxes, tokenise, parsed, match)
-
-    def check_answer(self, text: str, objects: Sequence[tuple[str, IntegerBox]]) -> AnswerFormat:
-        """What channel A's answer shows of its format; refuses one that channel B could not write.
-
-        Answers that pass one by one may still contradict each other: ``join_formats`` finds out, or ``learn_format``.
+    @abstractmethod
+    def read_truth(self, row: Mapping[str, Any]) -> Any:
+        """What the answer to a row should say, in the row's own units; anything that can be pickled.
 
         Raises:
-            ConfigError: the answer does not list, in this dialect, exactly its ground truth, or is spelled in a way
-                that is not known; shows both texts.
+            SampleError: the row does not tell.
         """
-        parsed = parse_rollout(text, self._dialect)
-        found = tuple((found.label, found.box) for found in parsed.objects)
-        if found != tuple(objects) or parsed.dropped or parsed.truncated:
-            raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
-        return read_format(text, self._dialect)
 
-    def _target(
-        self,
-        rollout: Rollout,
-        labels: Sequence[str],
-        boxes: Sequence[IntegerBox],
-        tokenise: Tokenise,
-        parsed: ParsedRollout,
-        match: MatchResult,
-    ) -> Target:
-        order = order_ground_truth(match, len(boxes))
-        matched = {truth for _, truth in match.pairs}
-        rendered = render_target(
-            [(labels[truth], boxes[truth]) for truth in order],
-            [truth in matched for truth in order],
-            self.answer_format,
-        )
-        token_ids, offsets = tokenise(rendered.text)
-        return Target(
-            text=rendered.text,
-            token_ids=token_ids,
-            weights=weigh_tokens(offsets, rendered.spans, self._weights),
-            quality=MatchQuality(
-                num_predictions=len(parsed.objects),
-                num_ground_truth=len(boxes),
-                num_pairs=len(match.pairs),
-                sum_iou=float(sum(match.ious)),
-                num_gated=match.gated,
-                num_truncated=int(rollout.truncated),
-                dropped={str(reason): count for reason, count in parsed.dropped.items()},
-            ),
-            match=ObjectMatch(
-                predicted=tuple((found.label, found.box) for found in parsed.objects),
-                truth=tuple(zip(labels, boxes, strict=True)),
-                pairs=tuple((*pair, iou) for pair, iou in zip(match.pairs, match.ious, strict=True)),
-            ),
-        )
+    def has_truth(self, row: Mapping[str, Any]) -> bool:
+        """Whether ``rows_without_objects: channel_a_only`` keeps the row for channel B."""
+        return True
+
+    def to_space(self, truth: Any, convert: Convert) -> Any:
+        """The truth in the template's coordinate space; ``convert`` raises SampleError outside the image."""
+        return truth
+
+    @abstractmethod
+    def correct(self, rollout: Rollout, truth: Any, tokenise: Tokenise) -> Target:
+        """The answer that channel B trains in a rollout's place. ``truth`` is what ``to_space`` gave.
+
+        Raises:
+            SampleError, MatchingError: the sample cannot be used.
+        """
+
+    @abstractmethod
+    def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> object:
+        """Refuses an answer of channel A that ``correct`` would not give for this truth: both must teach the same.
+
+        ``normalise`` spells a text as the tokenizer does.
+
+        Raises:
+            ConfigError: shows both texts.
+        """
+
+    def learn(self, rows: Rows, sample: Sample, encoder: Encoder) -> Task:
+        """The task after a look at all rows' answers, before the run. ``sample`` is one of them that can be encoded.
+
+        Raises:
+            ConfigError, DatasetError: the answers are nothing that the task could write.
+        """
+        return self
+
+    @property
+    def spelling(self) -> list[str]:
+        """Answers as this task writes them: what all ranks and a resumed run must write alike."""
+        return []
+
+    def with_span(self, span: EnterSpan) -> Self:
+        """The same task, entering another span."""
+        other = copy.copy(self)
+        other.span = span
+        return other
 
 
-def _same_label(parsed: ParsedRollout, labels: Sequence[str]) -> np.ndarray:
-    predicted = np.array([found.label for found in parsed.objects], dtype=object)
-    same: np.ndarray = np.equal.outer(predicted, np.array(labels, dtype=object)).astype(bool)
-    return same
+TASKS: dict[str, type[Task]] = {}
+
+
+def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
+    """Class decorator: lets ``stage2_ab.task`` name a task.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return register(TASKS, "task", name)

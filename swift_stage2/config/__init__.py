@@ -2,6 +2,7 @@
 
 yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
+registry    named parts, some from a user's file; an unknown name tells the nearest
 rules       rules about one setting, and between numbers: refused or shown with the numbers put in
 stage2_ab   rollout   launch      the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
@@ -20,7 +21,6 @@ from swift_stage2.config.launch import (
 from swift_stage2.config.rollout import DecodingConfig, OnPending, Proof, RolloutConfig, ServerConfig
 from swift_stage2.config.root import Stage2Config, load_config
 from swift_stage2.config.stage2_ab import (
-    Dialect,
     MatchingConfig,
     OnPipelineFailure,
     Preprocessing,
@@ -30,7 +30,6 @@ from swift_stage2.config.stage2_ab import (
 
 __all__ = [
     "DecodingConfig",
-    "Dialect",
     "LearnerProcess",
     "MatchingConfig",
     "OnPending",

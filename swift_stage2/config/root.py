@@ -14,9 +14,16 @@ from typing import Any
 from swift_stage2.config import rules
 from swift_stage2.config.binding import bind
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
+from swift_stage2.config.registry import find
 from swift_stage2.config.rollout import OnPending, RolloutConfig
 from swift_stage2.config.rules import Inequality
-from swift_stage2.config.stage2_ab import PrefetchConfig, Stage2AbConfig, StarvationAction
+from swift_stage2.config.stage2_ab import (
+    SHIPPED_DIALECTS,
+    SHIPPED_TASKS,
+    PrefetchConfig,
+    Stage2AbConfig,
+    StarvationAction,
+)
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
@@ -98,6 +105,7 @@ class Stage2Config:
             )
         if self.b_enabled:
             refuse_unsupported(self.swift)
+        self._check_names()
         self._check_evaluation()
         if self.gradient_accumulation_steps is not None:
             self.check_accumulation(self.gradient_accumulation_steps)
@@ -272,6 +280,14 @@ class Stage2Config:
             remedy=f"write rollout.request_timeout_s: {needed} or more, or a smaller rollout.decoding.max_new_tokens",
             is_advice=True,
         )
+
+    def _check_names(self) -> None:
+        """Names that only a user's file could register are left to the start, when it has been loaded."""
+        if self.swift.get("external_plugins") or not self.swift.get("model"):
+            return
+        dialect = self.stage2_ab.channel_b.target.dialect
+        find(dict.fromkeys(SHIPPED_TASKS), "stage2_ab.task", self.stage2_ab.task)
+        find(dict.fromkeys(SHIPPED_DIALECTS), "stage2_ab.channel_b.target.dialect", dialect)
 
     def _check_evaluation(self) -> None:
         every_steps = self.stage2_ab.evaluation.every_steps

@@ -40,11 +40,9 @@ class RowsWithoutObjects(StrEnum):
     CHANNEL_A_ONLY = "channel_a_only"
 
 
-class Dialect(StrEnum):
-    """The format in which the model writes objects."""
-
-    OBJECT_LIST = "object_list"
-    OBJECT_MAP = "object_map"
+SHIPPED_TASKS = ("detection",)
+SHIPPED_DIALECTS = ("object_list", "object_map")
+"""A user's file may register more of both; see ``Stage2Config``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +183,8 @@ class TargetWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:
-    dialect: Dialect = Dialect.OBJECT_LIST
-    """Answer format; it must be the one that channel A's data set uses."""
+    dialect: str = "object_list"
+    """Answer format of the task ``detection``; it must be the one that channel A's data set uses."""
     weights: TargetWeights = field(default_factory=TargetWeights)
     """Loss weights by token group, all 1 by default."""
 
@@ -229,6 +227,8 @@ class EvaluationConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2AbConfig:
     schedule: ScheduleConfig
+    task: str = "detection"
+    """What an answer means: a task that is shipped or that a file of ``swift.external_plugins`` registers."""
     starvation: StarvationConfig = field(default_factory=StarvationConfig)
     channel_b: ChannelBConfig = field(default_factory=ChannelBConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         findings = survey(
             files,
-            dialect=Dialect(options.dialect) if options.dialect else None,
+            dialect=DIALECTS[options.dialect] if options.dialect else None,
             decode=options.decode,
             needs_objects=not options.rows_without_objects,
             on_progress=_progress(files, stack),
@@ -97,9 +97,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses=statuses,
     )
     check.add_argument("files", nargs="+", metavar="FILE.jsonl")
-    check.add_argument(
-        "--dialect", choices=[str(dialect) for dialect in Dialect], help="the dialect that answers must be in"
-    )
+    check.add_argument("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
     check.add_argument(
         "--decode",
         action="store_true",
@@ -173,7 +171,9 @@ def to_json(findings: Findings, **facts: Any) -> dict[str, Any]:
         "num_bad_rows": findings.num_bad_rows,
         "counts": {str(rule): count for rule, count in findings.counts.items()},
         "faults": [fault.to_json() for fault in findings.faults],
-        "answer_format": asdict(shown) | {"seen": sorted(shown.seen)} if shown else None,
+        "answer_format": asdict(shown) | {"dialect": str(shown.dialect), "seen": sorted(shown.seen)}
+        if shown
+        else None,
         "longest_answer": {
             "file": str(longest.place.file),
             "line": longest.place.line,

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.dataset.fault import Fault, Place, Rule
@@ -49,16 +49,17 @@ def check_line(
     *,
     judge_answer: bool = True,
     needs_objects: bool = True,
+    judge_objects: bool = True,
 ) -> CheckedRow:
     """``look`` reads an image as ``picture.look_at`` does.
 
     Without ``judge_answer`` an answer need not list objects; without ``needs_objects`` a row need not have any list
-    of them, and its answer may be anything then.
+    of them, and its answer may be anything then. Without ``judge_objects`` nobody looks at either.
     """
     row = _read(line)
     if isinstance(row, str):
         return CheckedRow((Fault(place, Rule.LINE, row),))
-    return _RowCheck(row, place, look, judge_answer, needs_objects).run()
+    return _RowCheck(row, place, look, judge_answer, needs_objects, judge_objects).run()
 
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
@@ -93,6 +94,7 @@ class _RowCheck:
     look: Callable[[str], StoredPicture]
     judge_answer: bool
     needs_objects: bool
+    judge_objects: bool
     faults: list[Fault] = field(default_factory=list)
     shown_image: str | None = None
 
@@ -106,6 +108,8 @@ class _RowCheck:
         pictures = self._read_images()
         self._check_prompt()
         answer = self.row["messages"][-1]["content"]
+        if not self.judge_objects:
+            return CheckedRow(tuple(self.faults), None, 0, len(answer))
         if not self.needs_objects and not lists_objects(self.row):
             if LABEL_MARK in answer or BOX_MARK in answer:
                 self._tell(
@@ -114,14 +118,14 @@ class _RowCheck:
                 )
             return CheckedRow(tuple(self.faults), None, 0, len(answer))
         try:
-            labels, boxes = read_ground_truth(self.row)
+            truth = read_ground_truth(self.row)
         except (SampleError, OverflowError) as error:
             remedy = "" if "; " in str(error) else "; mend or remove the row"
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
-        self._check_boxes(boxes, pictures)
-        shown = self._read_answer(answer, labels, boxes)
-        return CheckedRow(tuple(self.faults), shown, len(boxes), len(answer), self.shown_image)
+        self._check_boxes(truth.boxes, pictures)
+        shown = self._read_answer(answer, truth.labels, truth.boxes)
+        return CheckedRow(tuple(self.faults), shown, len(truth), len(answer), self.shown_image)
 
     def _read_images(self) -> list[StoredPicture | None]:
         if len(self.images) != 1:
@@ -283,7 +287,7 @@ def _read_format(
 
     A box that the answer writes out itself is None: whether it is right shows with the template only.
     """
-    for dialect in Dialect:
+    for dialect in DIALECTS.values():
         try:
             shown = read_format(text, dialect)
         except ConfigError:
@@ -304,7 +308,7 @@ def _why_no_list(text: str, labels: Sequence[str]) -> str:
             "a label must need no escape in JSON, because ms-swift writes it as it stands, got "
             f"label={odd!r}; take quotes, backslashes and line breaks out of it"
         )
-    found = max((parse_rollout(text, dialect).objects for dialect in Dialect), key=len)
+    found = max((parse_rollout(text, dialect).objects for dialect in DIALECTS.values()), key=len)
     if not found and labels:
         return (
             f"an answer must list its objects as JSON, got {_cut(text)}; write "

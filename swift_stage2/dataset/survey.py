@@ -71,12 +71,13 @@ def survey(
     decode: bool = False,
     judge_answers: bool = True,
     needs_objects: bool = True,
+    judge_objects: bool = True,
     on_progress: OnProgress = lambda num_rows, num_bytes: None,
 ) -> Findings:
     """Checks all rows of ``files``; ``decode`` reads every image to its last pixel.
 
     Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects; without
-    ``needs_objects`` a row may have no list of objects.
+    ``needs_objects`` a row may have no list of objects; without ``judge_objects`` nobody looks at objects or answers.
 
     Raises:
         DatasetError: a file cannot be read or holds no rows.
@@ -86,6 +87,7 @@ def survey(
         look=lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode)),
         judge_answer=judge_answers,
         needs_objects=needs_objects,
+        judge_objects=judge_objects,
     )
     run = _Survey(dialect, check, on_progress)
     for file in files:
@@ -172,9 +174,9 @@ class _Survey:
             num_in[shown.dialect] += count
         dialect = self.dialect or num_in.most_common(1)[0][0]
         learned, others = join_formats(
-            {shown: count for shown, count in self.num_written.items() if shown.dialect is dialect}, dialect
+            {shown: count for shown, count in self.num_written.items() if shown.dialect == dialect}, dialect
         )
-        odd = [*others, *(shown for shown in self.num_written if shown.dialect is not dialect)]
+        odd = [*others, *(shown for shown in self.num_written if shown.dialect != dialect)]
         num_alike = self.num_written.total() - sum(self.num_written[shown] for shown in odd)
         for shown in odd:
             self.num_bad_rows += self.num_else_good[shown]
@@ -186,7 +188,7 @@ class _Survey:
         return learned
 
     def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
-        if shown.dialect is not learned.dialect and num_alike == 0:
+        if shown.dialect != learned.dialect and num_alike == 0:
             return (
                 "an answer must be in the configured dialect, got "
                 f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift_stage2.assembly import detection_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import usable_rows
-from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.channel_b.task import Task
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.doctor.configuration import check_accumulation
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
-from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
@@ -37,7 +36,7 @@ class Samples:
     """Samples of the data set as channel B would draw them, with what encodes them."""
 
     encoder: Encoder
-    task: DetectionTask
+    task: Task
     samples: tuple[Sample, ...]
     longest_prompt_tokens: int
     longest_prompt_place: str
@@ -118,17 +117,17 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     """
     encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
     rows = prepared.rows()
-    usable = usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
+    task = make_task(config)
+    usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
     origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    samples = usable_samples(rows, int(prepared.args.seed), encoder, count, usable, origins)
-    task = detection_task(config)
+    samples = usable_samples(rows, int(prepared.args.seed), encoder, task, count, usable, origins)
     check_samples(config, encoder, task, samples, origins)
-    task = task.with_format(learn_answer_format(rows, samples[0], encoder, task))
+    task = task.learn(rows, samples[0], encoder)
     prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
     longest = max(range(len(samples)), key=prompts.__getitem__)
     segments = ground_truth_segments(encoder, task, samples)
-    lengths = measure_lengths(config, rows, range(len(rows)), encoder, origins)
+    lengths = measure_lengths(config, rows, range(len(rows)), encoder, task, origins)
     looked_at = Samples(
         encoder,
         task,

@@ -25,7 +25,7 @@ from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
 from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
-from swift_stage2.trainer import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
+from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
 from swift_stage2.weights.sync_round import Canary  # noqa: E402
 
 # These need the ranks that torchrun starts; none of them changes what a server sees.
@@ -101,7 +101,7 @@ def prepare_learner(swift: Mapping[str, Any], scratch: Path, *, with_weights: bo
     Raises:
         ConfigError: ms-swift refuses an argument, or does not know it.
     """
-    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in trainer.train
+    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
     refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)})
     kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
     arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}

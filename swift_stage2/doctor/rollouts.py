@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.packing_line import make_segment
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task
@@ -144,11 +145,7 @@ def _rollout(sample: Sample, completion: protocol.Completion) -> Rollout:
 
 def _correct(rollout: Rollout, encoder: Encoder, task: Task) -> MatchQuality:
     prompt = encoder.encode_prompt(rollout.sample)
-    target = task.correct(rollout, rollout.sample.labels, prompt.boxes, encoder.tokenise)
-    segment = encoder.encode_segment(
-        rollout, prompt, target, closing_weight=task.closing_weight, sample_id="doctor"
-    )
-    return segment.quality
+    return make_segment(rollout, prompt, encoder, task)[0].quality
 
 
 def _describe(qualities: Sequence[MatchQuality], num_rollouts: int) -> str:
@@ -210,4 +207,4 @@ def _sizes(sizes: Sequence[tuple[int, int]]) -> str:
 
 def _text_sample() -> Sample:
     row = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
-    return Sample(SampleKey(0, 0, 0), row, (), ())
+    return Sample(SampleKey(0, 0, 0), row)

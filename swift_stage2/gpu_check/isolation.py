@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
@@ -54,7 +55,7 @@ def run(context: Context) -> None:
 def _refusal(encoder: Encoder, samples: list[Sample], loss: Any) -> str:
     """Returns the packing check's objection to these packs, or nothing."""
     task = DetectionTask(
-        dialect="object_list", weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
+        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
         unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
     )  # fmt: skip
     try:
@@ -91,5 +92,5 @@ def _samples(context: Context) -> list[Sample]:
     samples = []
     for index, line in enumerate(rows.read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
-        samples.append(Sample(SampleKey(epoch=0, position=index, index=index), row, *read_ground_truth(row)))
+        samples.append(Sample(SampleKey(epoch=0, position=index, index=index), row, read_ground_truth(row)))
     return samples

@@ -83,7 +83,7 @@ def _leave(status: int, cause: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
 
 
-def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
     """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
 
     ``agent``, entered, is given the run's grace.
@@ -101,7 +101,5 @@ def train_rank(config: Stage2Config, config_path: str, agent: AgentWatch, *, res
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in start.notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
-        trainer = importlib.import_module("swift_stage2.trainer")  # slow
-        if start.checkpoint is None:
-            return int(trainer.train(config_path))
-        return int(trainer.run_pipeline(start.begin(config), config_path, asks_servers=True))
+        sft = importlib.import_module("swift_stage2.training.sft")  # loads torch
+        return int(sft.train(start.begin(config)))

@@ -11,8 +11,9 @@ import os
 import time
 from typing import Any
 
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.files import local_files
@@ -67,6 +68,7 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
     """
     _check_split(config.swift.get("split_dataset_ratio"))
     channel_b = config.stage2_ab.channel_b
+    dialect = DIALECTS.get(channel_b.target.dialect)  # a user's is loaded later, and judged then
     found: dict[str, Findings] = {}
     for argument, files in local_files(config.swift).items():
         if not files:
@@ -74,9 +76,10 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
         try:
             found[argument] = survey(
                 files,
-                dialect=Dialect(channel_b.target.dialect) if config.b_enabled else None,
-                judge_answers=config.b_enabled,
+                dialect=dialect if config.b_enabled else None,
+                judge_answers=config.b_enabled and dialect is not None,
                 needs_objects=channel_b.rows_without_objects is RowsWithoutObjects.REFUSE,
+                judge_objects=config.stage2_ab.task in SHIPPED_TASKS,
                 on_progress=_Progress().tell,
             )
         except DatasetError as error:

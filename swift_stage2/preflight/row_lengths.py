@@ -16,13 +16,12 @@ from PIL import Image
 
 from swift_stage2.channel_b.answer_format import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import Rows
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.errors import SampleError
-from swift_stage2.records import IntegerBox, Sample, SampleKey
+from swift_stage2.records import Sample, SampleKey
 
 _NUM_PROMPTS = 256  # distinct ones that are encoded by the template itself
 
@@ -96,10 +95,15 @@ class RowLengths:
 
 
 def measure_lengths(
-    config: Stage2Config, rows: Rows, numbers: Iterable[int], encoder: Encoder, origins: RowOrigins
+    config: Stage2Config,
+    rows: Rows,
+    numbers: Iterable[int],
+    encoder: Encoder,
+    task: Task,
+    origins: RowOrigins,
 ) -> RowLengths:
     """Of the rows with these ``numbers``. A row that cannot be read is left out: it is told of elsewhere."""
-    ruler = _Ruler(encoder)
+    ruler = _Ruler(encoder, task)
     num_rows = 0
     limits = (
         config.stage2_ab.channel_b.packing.packing_length,
@@ -124,8 +128,9 @@ def measure_lengths(
 class _Ruler:
     """Remembers what each prompt and each image size costs."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, task: Task) -> None:
         self._encoder = encoder
+        self._task = task
         self._of_sizes: dict[Sizes, tuple[int, tuple[int, int] | None]] = {}
         self._of_prompt: dict[str, int] = {}
         self._first: tuple[Mapping[str, Any], Sizes, int, int] | None = (
@@ -147,9 +152,11 @@ class _Ruler:
             raise SampleError("a row needs messages=[{'role': ..., 'content': ...}, ...]")
         sizes = _sizes(row)
         num_prompt, space = self._prompt(row, sizes)
-        labels, boxes = read_ground_truth(row)
-        scaled = [_scaled(box, row, sizes, space) for box in boxes]
-        text = fill_placeholders(str(messages[-1].get("content")), list(zip(labels, scaled, strict=True)))
+        self._task.read_truth(row)
+        objects = row.get("objects") or {}
+        labels = [label.strip() for label in objects.get("ref") or []]
+        scaled = [_scaled(box, objects, sizes, space) for box in objects.get("bbox") or []]
+        text = fill_placeholders(str(messages[-1].get("content")), list(zip(labels, scaled, strict=False)))
         answer, _ = self._encoder.tokenise(text)
         return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
 
@@ -176,16 +183,13 @@ class _Ruler:
 
     def _encode(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
         """The prompt of ``row`` with blank images of these sizes."""
-        blank = {**row, "images": [Image.new("RGB", size) for size in sizes], "objects": _ONE_OBJECT}
-        sample = Sample(SampleKey(0, 0, 0), blank, ("a",), ((0.0, 0.0, 0.0, 0.0),))
+        blank = {**row, "images": [Image.new("RGB", size) for size in sizes], "objects": None}
+        sample = Sample(SampleKey(0, 0, 0), blank)
         encoded = self._encoder.encode_prompt(sample)
         return len(encoded.token_ids), encoded.space
 
     def _text_tokens(self, text: str) -> int:
         return len(self._encoder.tokenise(text)[0])
-
-
-_ONE_OBJECT = {"ref": ["a"], "bbox": [[0, 0, 0, 0]]}
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:
@@ -210,19 +214,14 @@ def _size(image: Any) -> tuple[int, int]:
 
 
 def _scaled(
-    box: Sequence[float], row: Mapping[str, Any], sizes: Sizes, space: tuple[int, int] | None
-) -> IntegerBox:
+    box: Sequence[float], objects: Mapping[str, Any], sizes: Sizes, space: tuple[int, int] | None
+) -> list[int]:
     """In the template's space, to a rounding: only the number of digits counts here."""
     if space is None or not sizes:
         width = height = wide = high = 1
     else:
         (width, height), (wide, high) = sizes[0], space
-        if row["objects"].get("bbox_type") == "norm1":
+        if objects.get("bbox_type") == "norm1":
             width = height = 1
-    x1, y1, x2, y2 = box
-    return (
-        round(x1 / width * wide),
-        round(y1 / height * high),
-        round(x2 / width * wide),
-        round(y2 / height * high),
-    )
+    scales = (wide / width, high / height)
+    return [round(value * scales[index % 2]) for index, value in enumerate(box)]

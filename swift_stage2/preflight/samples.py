@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import Rows, SampleSource
-from swift_stage2.channel_b.task import DetectionTask
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
@@ -20,6 +20,7 @@ def usable_samples(
     rows: Rows,
     seed: int,
     encoder: Encoder,
+    task: Task,
     count: int = _NUM_SAMPLES_WANTED,
     usable: Sequence[int] | None = None,
     origins: RowOrigins | None = None,
@@ -31,14 +32,14 @@ def usable_samples(
     Raises:
         DatasetError: none of the first rows can be used.
     """
-    source = SampleSource(rows, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
+    source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
     for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
             if drawn.sample is None:
                 raise drawn.error or SampleError("the row cannot be read")
-            encoder.encode_prompt(drawn.sample)
+            task.to_space(drawn.sample.truth, encoder.encode_prompt(drawn.sample).convert)
             samples.append(drawn.sample)
         except SampleError as error:
             problems.append((drawn.key, error))
@@ -55,7 +56,7 @@ def usable_samples(
 def check_samples(
     config: Stage2Config,
     encoder: Encoder,
-    task: DetectionTask,
+    task: Task,
     samples: list[Sample],
     origins: RowOrigins | None = None,
 ) -> None:
@@ -67,13 +68,14 @@ def check_samples(
     """
     try:
         prompt = encoder.encode_prompt(samples[0])
-        answer, objects = encoder.check_answer_format(samples[0])
+        truth = task.to_space(samples[0].truth, prompt.convert)
+        answer = encoder.answer_of(samples[0])
     except SampleError as error:
         raise DatasetError(
             f"channel A must be able to train the data set's rows, got {error} "
             f"({(origins or RowOrigins()).find(samples[0].row)}); mend them"
         ) from error
-    task.check_answer(answer, objects)
+    task.check_answer(answer, truth, encoder.normalise)
     needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     if packing_length < needed:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, chdir, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, chdir
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from swift_stage2.assembly import detection_task, progress_watch
+from swift_stage2.assembly import progress_watch
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.sample_source import Rows, usable_rows
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import Rows
 from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
-from swift_stage2.preflight.answer_format import learn_answer_format
+from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.samples import usable_samples
 from swift_stage2.replay.recorded_run import RecordedRun
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
@@ -29,7 +30,7 @@ from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.trainer import Stage2Trainer, run_pipeline
+from swift_stage2.training.sft import train
 
 # What must not reach the run's own directory, or anybody's hub.
 _OWN_PLACE = {"add_version": False, "report_to": ["none"], "push_to_hub": False, "logging_dir": None}
@@ -66,8 +67,7 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
     learners: list[ReplayedLearner] = []
     difference = None
     try:
-        with _runs_made_by(partial(_make_run, recorded, learners)):
-            run_pipeline(config, str(config_path), asks_servers=False)
+        train(config, start_run=partial(_start_replay, recorded, learners), asks_servers=False)
     except ReplayDiffers as error:
         leave_job()  # raised on every rank alike
         difference = str(error)
@@ -80,17 +80,6 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
         unfinished_step=recorded.unfinished_step,
         difference=difference,
     )
-
-
-@contextmanager
-def _runs_made_by(make_run: Callable[..., Stage2Run]) -> Iterator[None]:
-    """Also those of a trainer that a plugin derives from ours."""
-    before = Stage2Trainer.make_run
-    Stage2Trainer.make_run = staticmethod(make_run)
-    try:
-        yield
-    finally:
-        Stage2Trainer.make_run = staticmethod(before)
 
 
 def _config_of(recorded: RecordedRun, output: Path) -> dict[str, Any]:
@@ -119,7 +108,7 @@ def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) ->
         )
 
 
-def _make_run(
+def _start_replay(
     recorded: RecordedRun,
     learners: list[ReplayedLearner],
     config: Stage2Config,
@@ -172,13 +161,10 @@ def _make_run(
 def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length)
-    task = detection_task(config)
-    (sample,) = usable_samples(
-        rows, 0, encoder, 1, usable_rows(rows, config.stage2_ab.channel_b.rows_without_objects)
-    )
-    return PackMaker(
-        rows, encoder, task.with_format(learn_answer_format(rows, sample, encoder, task)), packing_length
-    )
+    task = make_task(config)
+    usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
+    (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
+    return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
 
 
 def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

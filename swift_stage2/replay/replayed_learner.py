@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing_line import make_pack, make_segment
-from swift_stage2.channel_b.sample_source import Rows, read_sample
-from swift_stage2.channel_b.task import Task
+from swift_stage2.channel_b.sample_source import read_sample
+from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import LearnerEvents, StepDecision
@@ -56,7 +56,7 @@ class PackMaker:
                 "give the replay the same files"
             )
         try:
-            sample = read_sample(self.rows, key)
+            sample = read_sample(self.rows, self.task, key)
             prompt = self.encoder.encode_prompt(sample)
             rollout = Rollout(
                 sample=sample,

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.rules import variable_option, without_credentials
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.process.route import why_deaf
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.rollout_merger.silence_watch import SilenceWatch
-from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers.listener import (
     SHUTDOWN_GRACE_S,
     HttpServer,
@@ -29,10 +29,12 @@ from swift_stage2.servers.listener import (
     configure_logging,
     warn_when_open,
 )
-from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.servers.request_checks import add_limits, number_above_zero, positive_integer, read_limits
 from swift_stage2.terminal.parser import CommandParser
 
 _log = logging.getLogger(__name__)
+_LOOK_INTERVAL_S = 1.0
+_CONNECT_TIMEOUT_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,12 +79,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch-size", type=_batch_size, default=64, help="requests of one POST at most")
     parser.add_argument(
         "--upstream-timeout-s",
-        type=_seconds,
+        type=number_above_zero,
         default=600.0,
         help="deadline of one call to the server; longer than rollout.request_timeout_s",
     )
     parser.add_argument(
-        "--data-parallel-size", type=_positive, default=1, help="the server's --vllm_data_parallel_size"
+        "--data-parallel-size",
+        type=positive_integer,
+        default=1,
+        help="the server's --vllm_data_parallel_size",
     )
     parser.add_argument("--async-engine", action="store_true", help="the server's --vllm_use_async_engine")
     parser.add_argument(
@@ -97,48 +102,74 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def _batch_size(text: str) -> int:
-    number = _positive(text)
+    number = positive_integer(text)
     if number > MAX_REQUESTS_PER_POST:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_REQUESTS_PER_POST}, got {number}")
     return number
 
 
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number) or number <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
-    return number
-
-
 def _check_upstream(arguments: argparse.Namespace) -> None:
-    if "@" in arguments.upstream:
+    url, example = arguments.upstream, "write it like http://127.0.0.1:8000"
+    if "@" in url:
         raise UserError(
             "--upstream must hold scheme, host and port only, got credentials in "
-            f"{without_credentials(arguments.upstream)!r}; give the key in the variable that --api-key-env names"
+            f"{without_credentials(url)!r}; give the key in the variable that --api-key-env names"
         )
     try:
-        parts = urlsplit(arguments.upstream)
+        parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise UserError(
-            f"--upstream must be a URL, got {arguments.upstream!r} ({error}); write it like http://127.0.0.1:8000"
-        ) from error
+        raise UserError(f"--upstream must be a URL, got {url!r} ({error}); {example}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise UserError(
-            f"--upstream must hold scheme, host and port only, got {arguments.upstream!r}; "
-            "write it like http://127.0.0.1:8000"
-        )
+        raise UserError(f"--upstream must hold scheme, host and port only, got {url!r}; {example}")
     if port is None:
-        raise UserError(
-            f"--upstream must hold the server's port, got {arguments.upstream!r}; write it like http://127.0.0.1:8000"
-        )
+        raise UserError(f"--upstream must hold the server's port, got {url!r}; {example}")
     if parts.hostname == arguments.host and port == arguments.port:
         raise UserError(f"the merger needs a port of its own, got {port} for both; change --port")
+
+
+class SilenceWatch:
+    """Warns while nothing listens at the upstream's address, a few times and ever more rarely.
+
+    Looks at the port only: the merger makes no call of its own. Its thread ends with the first connection, after the
+    last warning, or when it is closed. ``moments_s``: how long after the start each warning is due.
+    """
+
+    def __init__(
+        self, base_url: str, warn: Callable[[str], None], *, moments_s: Sequence[float] = (10, 60, 300, 1800)
+    ) -> None:
+        self._base_url = base_url
+        self._warn = warn
+        self._moments_s = moments_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="silence-watch", daemon=True)
+
+    def __enter__(self) -> SilenceWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self.wait(2 * _CONNECT_TIMEOUT_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within the time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        for moment_s in self._moments_s:
+            while reason := why_deaf(self._base_url, _CONNECT_TIMEOUT_S):
+                left_s = begun + moment_s - time.monotonic()
+                if left_s <= 0:
+                    self._warn(
+                        f"nothing listens at {self._base_url} after {moment_s:g} s ({reason}); start the server there, "
+                        "or correct --upstream; callers get 502 until then"
+                    )
+                    break
+                if self._closing.wait(min(left_s, _LOOK_INTERVAL_S)):
+                    return
+            else:
+                return

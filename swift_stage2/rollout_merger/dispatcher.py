@@ -17,11 +17,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_stage2.errors import EngineUnavailable, ProtocolError, UpstreamLost, UpstreamTimeout
+from swift_stage2.errors import (
+    EngineUnavailable,
+    FaultKind,
+    ProtocolError,
+    ServerFault,
+    UpstreamLost,
+    UpstreamTimeout,
+)
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, split
-from swift_stage2.rollout_merger.upstream import Reply, Upstream
 from swift_stage2.servers import protocol
-from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
+from swift_stage2.servers.call import Answer, ServerCaller
 
 _log = logging.getLogger(__name__)
 _OK = 200
@@ -31,11 +38,11 @@ _POSTED_WITHOUT_CALLER = frozenset({protocol.CLOSE_COMMUNICATOR})
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class InferPart:
     """One caller's ``/infer/`` call."""
 
     body: InferBody
-    future: Future[Reply] = field(default_factory=Future)
+    future: Future[Answer] = field(default_factory=Future)
     is_forgotten: bool = False
 
     @property
@@ -50,17 +57,7 @@ class ControlCall:
     method: str
     path: str
     body: bytes
-    future: Future[Reply] = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True)
-class LastCall:
-    """How the latest call to the server ended."""
-
-    path: str
-    answered: bool
-    detail: str
-    ended: float  # monotonic seconds
+    future: Future[Answer] = field(default_factory=Future)
 
 
 class _NoWeights(UpstreamLost):
@@ -96,12 +93,13 @@ class Dispatcher:
         self._return_share = return_share
         self._upstream = upstream
         self._layout = layout
-        self._queue: BatchQueue[Part] = BatchQueue(
+        self._queue: BatchQueue[InferPart] = BatchQueue(
             max_batch_size=max_batch_size, gather_s=gather_s, size_of=lambda part: part.body.num_requests
         )
         self._lock = threading.Lock()
         self._waiting_control: dict[ControlCall, Future[Any]] = {}
-        self._last: LastCall | None = None
+        self._last: dict[str, Any] | None = None  # how the latest call to the server ended
+        self._last_ended = 0.0  # monotonic seconds
         self._running: tuple[str, int] | None = None
         self._has_answered = False
         self._needs_weights = needs_weights
@@ -114,13 +112,13 @@ class Dispatcher:
         """Starts the thread."""
         self._thread.start()
 
-    def infer(self, body: InferBody) -> Part:
+    def infer(self, body: InferBody) -> InferPart:
         """Queues a part. Its future holds the reply, or raises UpstreamLost or UpstreamTimeout.
 
         Raises:
             UpstreamLost: the server has had no weights since it was lost, or the merger ends.
         """
-        part = Part(body)
+        part = InferPart(body)
         self._refuse_without_weights()
         try:
             self._queue.put(part)
@@ -142,11 +140,11 @@ class Dispatcher:
                 raise UpstreamLost("the merger ends") from error
         return call
 
-    def forget(self, item: Part | ControlCall) -> None:
+    def forget(self, item: InferPart | ControlCall) -> None:
         """Nobody waits for it any more: it is not posted unless it has been already."""
-        if isinstance(item, Part) or item.path not in _POSTED_WITHOUT_CALLER:
+        if isinstance(item, InferPart) or item.path not in _POSTED_WITHOUT_CALLER:
             item.future.cancel()
-        if isinstance(item, Part):
+        if isinstance(item, InferPart):
             item.is_forgotten = True
             self._queue.remove(item)
 
@@ -157,13 +155,7 @@ class Dispatcher:
             return {
                 "status": self._status(),
                 "upstream": self._upstream.base_url,
-                "last_call": last
-                and {
-                    "path": last.path,
-                    "answered": last.answered,
-                    "detail": last.detail,
-                    "seconds_ago": round(time.monotonic() - last.ended, 3),
-                },
+                "last_call": last and {**last, "seconds_ago": round(time.monotonic() - self._last_ended, 3)},
                 "running": running and {"path": running[0], "num_requests": running[1]},
                 "num_waiting": len(self._queue),
                 "num_waiting_control": len(self._waiting_control),
@@ -191,7 +183,7 @@ class Dispatcher:
 
     def _work(self) -> None:
         while (taken := self._queue.take()) is not None:
-            if isinstance(taken, Task):
+            if isinstance(taken, ExclusiveTask):
                 taken.call()
                 continue
             parts = [part for part in taken if part.future.set_running_or_notify_cancel()]
@@ -213,7 +205,7 @@ class Dispatcher:
         self._num_callers.append(num_parts + len(self._queue))
         self._queue.set_patience(gather_s, max(self._num_callers))
 
-    def _infer(self, parts: Sequence[Part]) -> None:
+    def _infer(self, parts: Sequence[InferPart]) -> None:
         """One POST for all; after an error answer one for each, so that only the one at fault sees an error."""
         try:
             self._refuse_without_weights()
@@ -237,7 +229,7 @@ class Dispatcher:
                 self._break(parts[number:], error)
                 return
 
-    def _post(self, parts: Sequence[Part]) -> list[Reply] | None:
+    def _post(self, parts: Sequence[InferPart]) -> list[Answer] | None:
         """A reply for each part; None when the server has no good answer to all of them together."""
         bodies = [part.body for part in parts]
         num_requests = sum(body.num_requests for body in bodies)
@@ -245,9 +237,9 @@ class Dispatcher:
         reply = self._call("POST", protocol.INFER, merge(bodies), num_requests, most_bytes)
         if reply.status == _OK:
             try:
-                return [Reply(_OK, body) for body in split(reply.body, bodies, self._layout)]
+                return [Answer(_OK, body) for body in split(reply.body, bodies, self._layout)]
             except ProtocolError as error:
-                reply = Reply(500, json.dumps({"detail": str(error)}).encode())
+                reply = _error_answer(error)
         if len(parts) == 1:
             return [reply]
         _log.info("%d parts are asked one by one: status %d for all together", len(parts), reply.status)
@@ -274,7 +266,7 @@ class Dispatcher:
                 self._needs_weights = False
         call.future.set_result(reply)
 
-    def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Reply:
+    def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Answer:
         with self._lock:
             self._running = (path, num_requests)
             self._num_posts += num_requests > 0
@@ -290,11 +282,12 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._running = None
-                self._last = LastCall(path, answered, detail, time.monotonic())
+                self._last = {"path": path, "answered": answered, "detail": detail}
+                self._last_ended = time.monotonic()
                 self._has_answered |= answered
                 self._is_lost &= not answered
 
-    def _break(self, items: Sequence[Part | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
+    def _break(self, items: Sequence[InferPart | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
         """What was lost is lost for all that was meant for the lost server, not only for what it was doing."""
         if isinstance(error, _NoWeights):
             pass  # refused here: the server itself is there, and a round's own calls may wait behind this one
@@ -310,13 +303,13 @@ class Dispatcher:
         for item in items:
             item.future.set_exception(error)
 
-    def _fail(self, left: Sequence[Part | Task], error: Exception) -> None:
+    def _fail(self, left: Sequence[InferPart | ExclusiveTask], error: Exception) -> None:
         with self._lock:
-            tasks = {item.future for item in left if isinstance(item, Task)}
+            tasks = {item.future for item in left if isinstance(item, ExclusiveTask)}
             calls = [call for call, future in self._waiting_control.items() if future in tasks]
             for call in calls:
                 del self._waiting_control[call]
-        items: list[Part | ControlCall] = [item for item in left if isinstance(item, Part)]
+        items: list[InferPart | ControlCall] = [item for item in left if isinstance(item, InferPart)]
         for item in items + calls:
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(error)
@@ -333,6 +326,57 @@ class Dispatcher:
             return "ended"
         if self._last is None:
             return "needs_weights" if self._needs_weights else "untried"
-        if not self._last.answered:
+        if not self._last["answered"]:
             return "lost"
         return "needs_weights" if self._needs_weights else "ok"
+
+
+class Upstream:
+    """Calls to the stock server.
+
+    A ``ServerFault`` becomes ``UpstreamLost`` or ``UpstreamTimeout`` here alone; an answer that HTTP or its limit does
+    not allow becomes an error answer, because the server is there.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self._caller = ServerCaller(base_url, api_key=api_key)
+        self.base_url = self._caller.base_url
+        self._timeout_s = timeout_s
+
+    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Answer:
+        """Whatever the server answers, also an error status, with ``most_bytes`` beyond those sent.
+
+        Raises:
+            UpstreamLost: no connection, one that broke, a reply that was cut, or the merger ends.
+            UpstreamTimeout: no whole reply in time.
+        """
+        try:
+            return self._caller.call(
+                method, path, body, timeout_s=self._timeout_s, most_bytes=most_bytes + len(body), headers={}
+            )
+        except ServerFault as fault:
+            match fault.kind:
+                case FaultKind.LATE:
+                    where = f"{self.base_url}{path}"
+                    raise UpstreamTimeout(
+                        f"{where} did not answer in time, got upstream_timeout_s={self._timeout_s:g}"
+                    ) from fault
+                case FaultKind.UNUSABLE:
+                    return _error_answer(fault)
+                case FaultKind.ENDED:
+                    raise UpstreamLost("the merger ends") from fault
+                case _:
+                    raise UpstreamLost(str(fault)) from fault
+
+    def end(self) -> None:
+        """Cuts the call in progress and refuses later ones. Idempotent."""
+        self._caller.end()
+
+    def close(self) -> None:
+        """Frees the connection; after the last call has ended."""
+        self._caller.close()
+
+
+def _error_answer(error: Exception) -> Answer:
+    """Status 500 and not 502, which says that the server is lost."""
+    return Answer(500, json.dumps({"detail": str(error)}).encode())

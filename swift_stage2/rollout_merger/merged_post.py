@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from swift_stage2.errors import ProtocolError
@@ -49,14 +50,6 @@ class InferBody:
     key: str  # JSON of everything else, without the seed
     seed: int | None
     max_tokens: int = _MOST_TOKENS  # of each answer; a caller that names none gets what a server may give
-
-
-def parse_infer_body(raw: bytes) -> InferBody | None:
-    """As ``mergeable``; None also for what is no JSON."""
-    try:
-        return mergeable(json.loads(raw))
-    except (ValueError, RecursionError):
-        return None
 
 
 def mergeable(record: Any) -> InferBody | None:
@@ -107,16 +100,11 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
     if bodies[0].seed is not None:
         for output, seed in zip(outputs, layout.seeds(bodies[0].seed, num_requests), strict=True):
             _stamp(output, seed)
-    replies, start = [], 0
-    for body in bodies:
-        replies.append(_as_json(outputs[start : start + body.num_requests]))
-        start += body.num_requests
-    return replies
-
-
-def _as_json(outputs: list[Any]) -> bytes:
+    rest = iter(outputs)
     try:
-        return json.dumps(outputs, allow_nan=False).encode()
+        return [
+            json.dumps(list(islice(rest, body.num_requests)), allow_nan=False).encode() for body in bodies
+        ]
     except ValueError as error:  # 1e400 is JSON, but no number of this machine
         raise ProtocolError(f"an /infer/ reply must hold finite numbers: {error}") from error
 

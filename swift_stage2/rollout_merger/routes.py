@@ -11,23 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
-from swift_stage2.errors import ProtocolError, RequestTooLarge, UpstreamLost, UpstreamTimeout
-from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, Part
+from swift_stage2.errors import ProtocolError, UpstreamLost, UpstreamTimeout
+from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, InferPart
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
-from swift_stage2.rollout_merger.upstream import Reply
 from swift_stage2.servers import protocol
-from swift_stage2.servers.conversation_check import check_conversations
-from swift_stage2.servers.listener import bearer_check
-from swift_stage2.servers.request_body import BodyRoom, parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.http_app import (
+    BodyRoom,
+    failed_requests,
+    make_app,
+    parse_json,
+    retrieve,
+    until_gone,
+)
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 _UPLOAD_TIMEOUT_S = 60.0
 _DECODING_THREADS = 2
@@ -58,36 +62,16 @@ def create_app(
     limits: RequestLimits | None = None,
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    # A redirect to the path with its slash would name the host that the caller gave.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = _Routes(dispatcher, upload_timeout_s, limits or RequestLimits())
-    router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
-    router.add_api_route(protocol.INFER, routes.infer, methods=["POST"], response_model=None)
-    for paths, method in ((GET_PATHS, "GET"), (POST_PATHS, "POST")):
-        for path in paths:
-            router.add_api_route(path, routes.control, methods=[method], response_model=None)
-    app.include_router(router)
-    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
-        app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
-    app.add_exception_handler(ProtocolError, _answer_with(422))
-    app.add_exception_handler(RequestTooLarge, _answer_with(413))
-    app.exception_handler(RequestsAtFault)(_name_requests)
-    app.add_exception_handler(UpstreamLost, _answer_with(502))
-    app.add_exception_handler(UpstreamTimeout, _answer_with(504))
-    app.add_exception_handler(ClientDisconnect, _nobody_reads)
-    return app
+    routes = _MergerRoutes(dispatcher, upload_timeout_s, limits or RequestLimits())
+    table: dict[tuple[str, str], Callable[..., Any]] = {
+        ("POST", protocol.INFER): routes.infer,
+        **{("GET", path): routes.control for path in GET_PATHS},
+        **{("POST", path): routes.control for path in POST_PATHS},
+    }
+    return make_app(table, routes.health, api_key, {UpstreamLost: 502, UpstreamTimeout: 504})
 
 
-class RequestsAtFault(Exception):
-    """Some conversations of a call are refused: the cause by the place of each."""
-
-    def __init__(self, causes: dict[int, str], num_requests: int) -> None:
-        super().__init__(causes)
-        self.causes = causes
-        self.num_requests = num_requests
-
-
-class _Routes:
+class _MergerRoutes:
     def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float, limits: RequestLimits) -> None:
         self._limits = limits
         self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
@@ -111,6 +95,8 @@ class _Routes:
                     self._read,
                     await room.enter_async_context(self._body(request, self._room)),
                 )
+                if isinstance(call, Response):
+                    return call
                 item = (
                     self._dispatcher.control("POST", protocol.INFER, call)
                     if isinstance(call, bytes)
@@ -134,12 +120,12 @@ class _Routes:
     def _body(self, request: Request, room: BodyRoom) -> AbstractAsyncContextManager[bytes]:
         return room.body(request, self._limits.body_bytes, self._upload_timeout_s)
 
-    def _read(self, raw: bytes) -> InferBody | bytes:
-        """A part, or the body of a call that goes alone. In a thread: it may take seconds.
+    def _read(self, raw: bytes) -> InferBody | bytes | Response:
+        """A part, the body of a call that goes alone, or the answer to one that a server which opens what it is told to
+        must not see. In a thread: it may take seconds.
 
         Raises:
             ProtocolError: no JSON, or larger than allowed.
-            RequestsAtFault: conversations that a server which opens what they name must not see.
         """
         record = parse_json(raw)
         conversations = record.get("infer_requests") if isinstance(record, dict) else None
@@ -147,16 +133,15 @@ class _Routes:
             raise ProtocolError("the server's own weights are asked only, got adapter_request; leave it out")
         if isinstance(conversations, list):
             if faults := check_conversations(conversations, self._limits):
-                causes = {place: str(error) for place, error in faults.items()}
-                raise RequestsAtFault(causes, len(conversations))
+                return failed_requests(faults, len(conversations))
             if body := mergeable(record):
                 return body
         return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
 
-    async def _answer(self, item: Part | ControlCall, request: Request) -> Response:
+    async def _answer(self, item: InferPart | ControlCall, request: Request) -> Response:
         answer = asyncio.wrap_future(item.future)
-        answer.add_done_callback(_retrieve)
-        gone = asyncio.ensure_future(_until_gone(request.receive))
+        answer.add_done_callback(retrieve)
+        gone = asyncio.ensure_future(until_gone(request))
         try:
             waiting: set[asyncio.Future[object]] = {answer, gone}  # type: ignore[arg-type]
             while not answer.done() and not gone.done():
@@ -170,29 +155,3 @@ class _Routes:
             with contextlib.suppress(asyncio.CancelledError):
                 await gone
         return Response(reply.body, reply.status, media_type=reply.content_type)
-
-
-async def _until_gone(receive: Callable[[], Awaitable[object]]) -> None:
-    """Returns when the caller has closed its connection."""
-    while True:
-        message = await receive()
-        if isinstance(message, dict) and message.get("type") == "http.disconnect":
-            return
-
-
-def _retrieve(future: asyncio.Future[Reply]) -> None:
-    """Looks at the end of a call that nobody waits for any more: asyncio logs a traceback otherwise."""
-    if not future.cancelled():
-        future.exception()
-
-
-def _answer_with(status: int) -> Callable[[Request, Exception], JSONResponse]:
-    return lambda _, error: JSONResponse({"detail": str(error)}, status)
-
-
-def _name_requests(_: Request, error: RequestsAtFault) -> JSONResponse:
-    return JSONResponse(protocol.failed_requests(error.causes, error.num_requests), 500)
-
-
-def _nobody_reads(_: Request, error: Exception) -> Response:
-    return Response(status_code=408)

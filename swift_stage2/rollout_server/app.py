@@ -15,10 +15,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from swift_stage2.process.heap_trim import HeapTrim
-from swift_stage2.rollout_server.engine import EngineState
+from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.rollout_server.routes import create_app
 from swift_stage2.rollout_server.server_children import ServerChildren
-from swift_stage2.rollout_server.server_command import LoadingEngine, ServerCommand
+from swift_stage2.rollout_server.server_command import ServerCommand
 from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.servers.listener import HttpServer, bind, configure_logging, warn_when_open
 from swift_stage2.terminal.output import let_go, print_error
@@ -75,7 +75,7 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     return _EXIT_USER_ERROR if never_loaded else 1
 
 
-def _watch(engine: LoadingEngine, server: HttpServer, address: str, ended: threading.Event) -> None:
+def _watch(engine: Engine, server: HttpServer, address: str, ended: threading.Event) -> None:
     """Tells when the engine is ready, gives memory back while it idles, and ends the server when the engine breaks:
     only a new process helps then."""
     engine.wait_loaded(_LOAD_POLL_S)

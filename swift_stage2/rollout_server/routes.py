@@ -9,27 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import reprlib
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from reprlib import repr as shown
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
-from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.attended_call import retrieve, while_attended
-from swift_stage2.rollout_server.engine import CacheKind, Ticket, WeightStamp
+from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.rollout_server.engine import CacheKind
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
-from swift_stage2.rollout_server.service import RolloutService, parse_bucket, parse_single_tensor
+from swift_stage2.rollout_server.jobs import GenerationJob, WeightStamp
+from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.servers import protocol
-from swift_stage2.servers.listener import bearer_check
+from swift_stage2.servers.http_app import (
+    BodyRoom,
+    failed_requests,
+    make_app,
+    parse_json,
+    retrieve,
+    until_gone,
+)
 from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest
-from swift_stage2.servers.request_body import BodyRoom, parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 _DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0
@@ -40,7 +47,11 @@ _CONTROL_BODY_BYTES = 64 * 2**20  # a manifest of 100,000 tensors has about 10 M
 _HELD_IN_BODIES = 4  # bodies of the largest size that wait to be decoded at once
 _UPLOAD_TIMEOUT_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
-_LONGEST_DETAIL = 1000  # a message may quote what was sent
+_CACHES = {
+    protocol.RESET_PREFIX_CACHE: CacheKind.PREFIX,
+    protocol.RESET_ENCODER_CACHE: CacheKind.ENCODER,
+    protocol.RESET_MM_CACHE: CacheKind.MM,
+}
 
 ResultT = TypeVar("ResultT")
 
@@ -49,31 +60,18 @@ def create_app(
     service: RolloutService, api_key: str | None = None, limits: RequestLimits | None = None
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    # A redirect to the path with its slash would name the host that the caller gave.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = _Routes(service, limits or RequestLimits())
-    router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
-    for path, method, handler in routes.table():
-        router.add_api_route(path, handler, methods=[method], response_model=None)
-    app.include_router(router)
-    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
-        app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
-    app.add_exception_handler(ProtocolError, _answer(422))
-    app.add_exception_handler(RequestTooLarge, _answer(413))
-    app.add_exception_handler(ClientDisconnect, _nobody_reads)
-    app.add_exception_handler(RoundRefused, _answer(409))
-    app.add_exception_handler(RoundFailed, _answer(500))
-    app.add_exception_handler(EngineUnavailable, _answer(503))
-    return app
+    routes = _ServerRoutes(service, limits or RequestLimits())
+    statuses: dict[type[Exception], int] = {RoundRefused: 409, RoundFailed: 500, EngineUnavailable: 503}
+    return make_app(routes.table(), routes.health, api_key, statuses)
 
 
-class _Routes:
+class _ServerRoutes:
     def __init__(self, service: RolloutService, limits: RequestLimits) -> None:
         self._service = service
         self._limits = limits
         self._rounds = service.rounds
         self._engine = service.engine
-        self._may_abort: set[Ticket] = set()  # of the event loop alone
+        self._may_abort: set[GenerationJob] = set()  # of the event loop alone
         # Bodies of ``/infer/`` that are being decoded, and those that an abort has met; of the event loop alone.
         self._arrived: set[asyncio.Future[InferCall]] = set()
         self._aborted_early: WeakSet[asyncio.Future[InferCall]] = WeakSet()
@@ -88,25 +86,23 @@ class _Routes:
         # Apart: these may wait for completions, and the aborts and rounds that end completions must not wait for them.
         self._resets = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="reset")
 
-    def table(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        return [
-            (protocol.WORLD_SIZE, "GET", self.world_size),
-            (protocol.STATE_KEYS, "GET", self.state_keys),
-            (protocol.ENGINE_TYPE, "POST", self.engine_type),
-            (protocol.INFER, "POST", self.infer),
-            (protocol.INIT_COMMUNICATOR, "POST", self.init_communicator),
-            (protocol.UPDATE_FLATTENED_PARAMS, "POST", self.update_flattened_params),
-            (protocol.UPDATE_NAMED_PARAM, "POST", self.update_named_param),
-            (protocol.PROCESS_WEIGHTS, "POST", self.process_weights),
-            (protocol.RESET_PREFIX_CACHE, "POST", self.reset_prefix_cache),
-            (protocol.RESET_ENCODER_CACHE, "POST", self.reset_encoder_cache),
-            (protocol.RESET_MM_CACHE, "POST", self.reset_mm_cache),
-            (protocol.CLOSE_COMMUNICATOR, "POST", self.close_communicator),
-            (protocol.SERVER_INFO, "GET", self.info),
-            (protocol.BEGIN_ROUND, "POST", self.begin_round),
-            (protocol.FINISH_ROUND, "POST", self.finish_round),
-            (protocol.ABORT, "POST", self.abort),
-        ]
+    def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        return {
+            ("GET", protocol.WORLD_SIZE): self.world_size,
+            ("GET", protocol.STATE_KEYS): self.state_keys,
+            ("POST", protocol.ENGINE_TYPE): self.engine_type,
+            ("POST", protocol.INFER): self.infer,
+            ("POST", protocol.INIT_COMMUNICATOR): self.init_communicator,
+            ("POST", protocol.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
+            ("POST", protocol.UPDATE_NAMED_PARAM): self.update_named_param,
+            ("POST", protocol.PROCESS_WEIGHTS): self.process_weights,
+            **{("POST", path): self.reset_cache for path in _CACHES},
+            ("POST", protocol.CLOSE_COMMUNICATOR): self.close_communicator,
+            ("GET", protocol.SERVER_INFO): self.info,
+            ("POST", protocol.BEGIN_ROUND): self.begin_round,
+            ("POST", protocol.FINISH_ROUND): self.finish_round,
+            ("POST", protocol.ABORT): self.abort,
+        }
 
     async def health(self) -> JSONResponse:
         ready, body = self._service.health()
@@ -132,58 +128,43 @@ class _Routes:
     async def infer(self, request: Request) -> Response:
         call, is_aborted = await self._decoded_call(request)
         with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)) as is_proven:
-            if call.faults():
-                return _failed_requests(call.faults(), len(call.requests))
-            requests = call.valid_requests()
-            tickets = self._engine.submit(requests)
-            in_flight = {t for t, wanted in zip(tickets, requests, strict=True) if wanted.may_abort}
+            if call.faults:
+                return failed_requests(call.faults, call.num_requests)
+            jobs = self._engine.submit(call.requests)
+            in_flight = {job for job in jobs if job.request.may_abort}
             self._may_abort |= in_flight
-            for ticket in in_flight if is_aborted else ():
-                ticket.abort()
+            for job in in_flight if is_aborted else ():
+                job.abort()
             try:
-                failures = await self._wait(tickets, request)
+                failures = await self._wait(jobs, request)
             finally:
                 self._may_abort -= in_flight
-                for ticket in tickets:
-                    ticket.abort()  # does nothing to those that have ended
+                for job in jobs:
+                    job.abort()  # does nothing to those that have ended
         if failures:
-            return _failed_requests(failures, len(tickets))
+            return failed_requests(failures, len(jobs))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writers, self._reply, tickets, call, is_proven)
+        return await loop.run_in_executor(self._writers, self._reply, jobs, call, is_proven)
 
     async def init_communicator(self, request: Request) -> dict[str, str]:
-        body = _fields(await self._json(request), {"port": int})
-        if (backend := body.get("backend", protocol.WEIGHT_STREAM)) != protocol.WEIGHT_STREAM:
-            raise ProtocolError(
-                f"backend must be {protocol.WEIGHT_STREAM!r}, got backend={_shown(backend)}; "
-                "use one version of swift_stage2 for learner and server"
-            )
-        port, timeout_s = _port_and_timeout(body)
+        port, timeout_s = _port_and_timeout(await self._json(request))
         secret = await self._off_loop(request, lambda _: self._rounds.open_receiver(port, timeout_s))
         return {"message": f"listening for weights on port {port}", "secret": secret}
 
     async def update_flattened_params(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(parse_bucket(await self._json(request)))
+        self._rounds.expect(Bucket.from_json(await self._json(request)))
         return {"message": "ready for the bucket"}
 
     async def update_named_param(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(parse_single_tensor(await self._json(request)))
+        self._rounds.expect(Bucket.of_one(await self._json(request)))
         return {"message": "ready for the tensor"}
 
     async def process_weights(self, request: Request) -> dict[str, Any]:
         non_finite = await self._off_loop(request, self._rounds.load)
         return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
 
-    async def reset_prefix_cache(self, request: Request) -> dict[str, str]:
-        return await self._reset_cache(CacheKind.PREFIX, request)
-
-    async def reset_encoder_cache(self, request: Request) -> dict[str, str]:
-        return await self._reset_cache(CacheKind.ENCODER, request)
-
-    async def reset_mm_cache(self, request: Request) -> dict[str, str]:
-        return await self._reset_cache(CacheKind.MM, request)
-
-    async def _reset_cache(self, kind: CacheKind, request: Request) -> dict[str, str]:
+    async def reset_cache(self, request: Request) -> dict[str, str]:
+        kind = _CACHES[request.url.path]
         await self._decode_earlier()
         succeeded = await while_attended(
             request,
@@ -214,8 +195,8 @@ class _Routes:
         if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
         self._aborted_early |= self._arrived
-        tickets = list(self._may_abort)
-        return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(tickets))}
+        jobs = list(self._may_abort)
+        return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(jobs))}
 
     async def _decode_earlier(self) -> None:
         """Until the bodies that have arrived are submitted or refused: what came before is ended or waited for, too."""
@@ -242,67 +223,40 @@ class _Routes:
     async def _off_loop(self, request: Request, call: Callable[[threading.Event], ResultT]) -> ResultT:
         return await while_attended(request, self._control, call)
 
-    async def _wait(self, tickets: list[Ticket], request: Request) -> dict[int, BaseException]:
+    async def _wait(self, jobs: list[GenerationJob], request: Request) -> dict[int, BaseException]:
         """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
-        over = _over(tickets)
+        over = _over(jobs)
         while not over.done():
             await asyncio.wait({over}, timeout=_DISCONNECT_POLL_S)
             if await request.is_disconnected():
                 break
-        ended = {i: ticket.future for i, ticket in enumerate(tickets) if ticket.future.done()}
+        ended = {i: job.future for i, job in enumerate(jobs) if job.future.done()}
         failures = {i: error for i, future in ended.items() if (error := future.exception(0)) is not None}
         unavailable = next((e for e in failures.values() if isinstance(e, EngineUnavailable)), None)
         if unavailable is not None:
             raise unavailable
-        if len(ended) < len(tickets) and not failures:
+        if len(ended) < len(jobs) and not failures:
             raise EngineUnavailable("the caller has gone; its requests were aborted")
         return failures
 
-    def _reply(self, tickets: list[Ticket], call: InferCall, is_proven: bool) -> Response:
+    def _reply(self, jobs: list[GenerationJob], call: InferCall, is_proven: bool) -> Response:
         """Written output by output: no single step of it holds up other threads."""
-        outputs = (json.dumps(self._output(ticket.future.result(0), call, is_proven)) for ticket in tickets)
-        return Response(f"[{','.join(outputs)}]", media_type="application/json")
-
-    def _output(self, completion: Completion, call: InferCall, is_proven: bool) -> dict[str, Any]:
-        return output_json(
-            completion,
+        write = partial(
+            output_json,
             model=self._engine.model,
             incarnation=self._service.incarnation,
             is_proven=is_proven,
             return_details=call.return_details,
         )
+        outputs = (json.dumps(write(job.future.result(0))) for job in jobs)
+        return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
 
-def _failed_requests(failures: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
-    causes = {place: _cause(error) for place, error in failures.items()}
-    return JSONResponse(protocol.failed_requests(causes, num_requests), 500)
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    cause = f"{type(error).__name__}: {text[0] if text else ''}".removeprefix("SampleError: ")
-    return cause[:_LONGEST_DETAIL]
-
-
-def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
-    def answer(_: Request, error: Exception) -> JSONResponse:
-        body = {"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines())}
-        if isinstance(error, RoundRefused):
-            body["reason"] = error.reason
-        return JSONResponse(body, status)
-
-    return answer
-
-
-async def _nobody_reads(_: Request, error: Exception) -> Response:
-    return Response(status_code=408)
-
-
-def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
+def _over(jobs: list[GenerationJob]) -> asyncio.Future[None]:
     """Done, on the running loop, when all have ended or one has failed."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
-    lock, num_open = threading.Lock(), len(tickets)
+    lock, num_open = threading.Lock(), len(jobs)
 
     def finish() -> None:
         if not over.done():
@@ -317,33 +271,60 @@ def _over(tickets: list[Ticket]) -> asyncio.Future[None]:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
                 loop.call_soon_threadsafe(finish)
 
-    for ticket in tickets:
-        ticket.future.add_done_callback(count)
+    for job in jobs:
+        job.future.add_done_callback(count)
     return over
 
 
-def _port_and_timeout(body: Mapping[str, Any]) -> tuple[int, float]:
-    port, timeout_s = body["port"], body.get("timeout_s", 300.0)
+async def while_attended(
+    request: Request, pool: Executor, call: Callable[[threading.Event], ResultT]
+) -> ResultT:
+    """What ``call`` returns, on a thread of ``pool``, for as long as the caller who asked for it is there.
+
+    A call that waits for its turn when its caller goes is never begun; one that has begun is told by the event that it
+    gets, and ends its waits.
+
+    Raises:
+        EngineUnavailable: the caller has gone.
+    """
+    if await request.is_disconnected():  # while its body was read, or while it waited
+        raise EngineUnavailable("the caller has gone; nothing is begun")
+    given_up = threading.Event()
+    waiting = [call]  # taken out when its turn comes, or when nobody waits for it: it may hold a body
+    job = pool.submit(lambda: waiting.pop()(given_up))
+    work: asyncio.Future[Any] = asyncio.wrap_future(job)
+    work.add_done_callback(retrieve)
+    gone: asyncio.Future[Any] = asyncio.create_task(until_gone(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise EngineUnavailable("the caller has gone; nothing is waited for")
+        result: ResultT = work.result()  # deadline: it has ended
+        return result
+    finally:
+        given_up.set()
+        if job.cancel():  # it has not begun; the pool forgets it at its turn only
+            waiting.clear()
+        work.cancel()
+        gone.cancel()
+
+
+def _port_and_timeout(body: Any) -> tuple[int, float]:
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the body must be an object, got {type(body).__name__}")
+    port, timeout_s = body.get("port"), body.get("timeout_s", 300.0)
+    if type(port) is not int:
+        raise ProtocolError(f"port must be given as int, got port={shown(port)}")
+    if (backend := body.get("backend", protocol.WEIGHT_STREAM)) != protocol.WEIGHT_STREAM:
+        raise ProtocolError(
+            f"backend must be {protocol.WEIGHT_STREAM!r}, got backend={shown(backend)}; "
+            "use one version of swift_stage2 for learner and server"
+        )
     if not 0 < port < 65536:
         raise ProtocolError(f"port must be from 1 to 65535, got port={port}")
     if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
         raise ProtocolError(
             f"timeout_s must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT_S:g}, got "
-            f"timeout_s={_shown(timeout_s)}"
+            f"timeout_s={shown(timeout_s)}"
         )
     return port, float(timeout_s)
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
-
-
-def _fields(body: Any, required: Mapping[str, type]) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ProtocolError(f"the body must be an object, got {type(body).__name__}")
-    for name, kind in required.items():
-        if type(body.get(name)) is not kind:
-            raise ProtocolError(
-                f"{name} must be given as {kind.__name__}, got {name}={_shown(body.get(name))}"
-            )
-    return body

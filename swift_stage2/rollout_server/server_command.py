@@ -1,19 +1,12 @@
-"""One server to run: what the command line asks for, and what ``serve`` does."""
+"""One server to run. Apart from ``app``, which reads it, because that imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from swift_stage2.rollout_server.engine import Engine
-from swift_stage2.servers.request_limits import RequestLimits
-
-
-class LoadingEngine(Engine, Protocol):
-    """An engine that loads in the background from the moment it is made."""
-
-    def wait_loaded(self, timeout_s: float) -> bool: ...
+from swift_stage2.servers.request_checks import RequestLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +17,6 @@ class ServerCommand:
     port: int  # 0 takes any free one
     api_key: str | None
     has_children: bool  # the engine starts processes of its own
-    start_engine: Callable[[], LoadingEngine]
+    start_engine: Callable[[], Engine]
     group_bind: str | None = None  # address for weights; None is ``host``
     limits: RequestLimits = field(default_factory=RequestLimits)

@@ -6,11 +6,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.errors import ProtocolError
 from swift_stage2.rollout_server.engine import Engine, EngineState
-from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, num_bytes
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
-from swift_stage2.servers.protocol import ServerInfo, TensorSpec
+from swift_stage2.servers.protocol import ServerInfo
 
 
 class RolloutService:
@@ -64,25 +62,3 @@ class RolloutService:
 def _absolute(model: str) -> str:
     """A directory so that others on this machine find it, too; a hub id as it is."""
     return str(Path(model).absolute()) if Path(model).is_dir() else model
-
-
-def parse_bucket(body: Any) -> Bucket:
-    """The body of ``/update_flattened_params/``. Raises ProtocolError for a layout that has no meaning."""
-    metadatas = body.get("metadatas") if isinstance(body, dict) else None
-    if not isinstance(metadatas, list):
-        raise ProtocolError("update_flattened_params takes {metadatas: [...]}")
-    return Bucket.from_entries([_entry(item) for item in metadatas])
-
-
-def parse_single_tensor(body: Any) -> Bucket:
-    """The body of ``/update_named_param/``: a bucket with one tensor."""
-    spec = TensorSpec.from_json(body)
-    return Bucket.from_entries([BucketEntry(spec, 0, num_bytes(spec))])
-
-
-def _entry(item: Any) -> BucketEntry:
-    spec = TensorSpec.from_json(item)
-    start, end = item.get("start_idx"), item.get("end_idx")
-    if not isinstance(start, int) or not isinstance(end, int):
-        raise ProtocolError(f"start_idx and end_idx must be byte offsets, got {start!r} and {end!r}")
-    return BucketEntry(spec, start, end)

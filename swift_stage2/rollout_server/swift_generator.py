@@ -26,11 +26,9 @@ from transformers import (
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import SampleError
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.rollout_server.jobs import JobAborted
-from swift_stage2.rollout_server.request_images import decode_image
+from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
 from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
-from swift_stage2.rollout_server.sealed_template import seal_template
+from swift_stage2.rollout_server.swift_seams import decode_images, seal_template
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 
@@ -84,12 +82,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             SampleError: an image that is none, or a prompt that leaves no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
-        images: list[Image.Image] = []
-        for image in request.conversation.get("images", ()):
-            if is_aborted():
-                raise JobAborted
-            images.append(decode_image(image))
-        conversation = {**request.conversation, "images": images}
+        conversation = {**request.conversation, "images": decode_images(request, is_aborted)}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")
         prompt = tuple(inputs["input_ids"])
@@ -118,35 +111,8 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             _, batch = self.template.pre_forward_hook(self.model, None, batch)
         batch.pop("labels", None)
         num_prompt = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-        ledger = self._make_ledger(rows, sampling, num_prompt, aborted)
-        sampler = self._make_sampler(rows, sampling, with_log_probs)
-        config = self._generation_config(sampling, max(row.limit for row in rows))
-        arguments = self.template.prepare_generate_kwargs(
-            {"generation_config": config, **batch}, model=self.model
-        )
-        arguments["stopping_criteria"] = StoppingCriteriaList([ledger])
-        arguments["logits_processor"] = LogitsProcessorList([sampler])
-        sequences = self.template.generate(self.model, **arguments)[:, num_prompt:].tolist()
-        log_probs = sampler.log_probs()
-        return [
-            self._make_row(rows[i], sequences[i][:length], end, log_probs[i][:length] if log_probs else None)
-            for i, (length, end) in enumerate(ledger.ends())
-        ]
-
-    def _make_row(
-        self, row: EncodedRow, token_ids: list[int], end: RowEnd, log_probs: list[float] | None
-    ) -> GeneratedRow:
-        text = self.template.decode_generate_ids(token_ids, template_inputs=row.template_inputs)
-        return GeneratedRow(text, tuple(token_ids), end, None if log_probs is None else tuple(log_probs))
-
-    def _make_ledger(
-        self,
-        rows: Sequence[EncodedRow],
-        sampling: Sampling,
-        num_prompt: int,
-        aborted: Callable[[], Sequence[bool]],
-    ) -> RowLedger:
-        return RowLedger(
+        longest = max(row.limit for row in rows)
+        ledger = RowLedger(
             prompt_length=num_prompt,
             limits=[row.limit for row in rows],
             stop_token_ids=self._stop_ids(),
@@ -154,16 +120,35 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             aborted=aborted,
             device=self.model.device,
         )
-
-    def _make_sampler(
-        self, rows: Sequence[EncodedRow], sampling: Sampling, with_log_probs: bool
-    ) -> RowSampler:
         warpers = self._warpers(sampling)
-        if warpers is None:
-            return RowSampler((), None, with_log_probs=with_log_probs)
-        num_steps = max(row.limit for row in rows)
-        uniforms = draw_uniforms([row.seed for row in rows], num_steps, self.model.device)
-        return RowSampler(warpers, uniforms, with_log_probs=with_log_probs)
+        seeds = [row.seed for row in rows]
+        uniforms = None if warpers is None else draw_uniforms(seeds, longest, self.model.device)
+        sampler = RowSampler(warpers or (), uniforms, with_log_probs=with_log_probs)
+        penalty = sampling.repetition_penalty
+        if penalty is None:
+            penalty = getattr(self.generation_config, "repetition_penalty", None) or 1.0
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=longest,
+            do_sample=False,  # RowSampler draws
+            repetition_penalty=penalty,
+            eos_token_id=self._stop_ids(),
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        arguments = self.template.prepare_generate_kwargs(
+            {"generation_config": config, **batch}, model=self.model
+        )
+        arguments["stopping_criteria"] = StoppingCriteriaList([ledger])
+        arguments["logits_processor"] = LogitsProcessorList([sampler])
+        sequences = self.template.generate(self.model, **arguments)[:, num_prompt:].tolist()
+        log_probs = sampler.log_probs()
+        generated = []
+        for i, (length, end) in enumerate(ledger.ends()):
+            tokens = sequences[i][:length]
+            text = self.template.decode_generate_ids(tokens, template_inputs=rows[i].template_inputs)
+            generated.append(
+                GeneratedRow(text, tuple(tokens), end, tuple(log_probs[i][:length]) if log_probs else None)
+            )
+        return generated
 
     def _warpers(self, sampling: Sampling) -> list[LogitsProcessor] | None:
         """None when greedy. What a request leaves open comes from the model's generation config."""
@@ -182,18 +167,6 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         if top_p is not None and top_p < 1:
             warpers.append(TopPLogitsWarper(top_p))
         return warpers
-
-    def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-        penalty = sampling.repetition_penalty
-        if penalty is None:
-            penalty = getattr(self.generation_config, "repetition_penalty", None) or 1.0
-        return GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=max_new_tokens,
-            do_sample=False,  # RowSampler draws
-            repetition_penalty=penalty,
-            eos_token_id=self._stop_ids(),
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
 
     def _stop_ids(self) -> list[int]:
         """The model's end tokens and the template's stop words, as vLLM is given them by ms-swift."""

@@ -16,20 +16,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift_stage2.errors import EngineUnavailable, RoundFailed, UserError
+from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
-    EngineState,
-    EngineStatus,
-    GenerationRequest,
+    Engine,
     InstalledWeights,
     InstallFault,
-    Ticket,
-    WeightStamp,
+    require_loaded,
 )
-from swift_stage2.rollout_server.engine_life import EngineLife, require_ready
-from swift_stage2.rollout_server.jobs import Job, JobAborted, JobBook
-from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.checksum import checksum_tensor
 
@@ -40,11 +36,10 @@ _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
 
 
-class TransformersRolloutEngine:
+class TransformersRolloutEngine(Engine):
     """An ``Engine`` on Hugging Face's ``generate``. ``load`` builds the generator, on the engine's thread."""
 
     name = "transformers"
-    can_abort = True
 
     def __init__(
         self,
@@ -54,62 +49,37 @@ class TransformersRolloutEngine:
         max_batch_size: int = 64,
         install_fault: InstallFault = InstallFault.NONE,
     ) -> None:
-        self.model = model
-        self.install_fault = install_fault
+        super().__init__(model, install_fault)
         self._load = load
-        self._queue: BatchQueue[Job] = BatchQueue(max_batch_size=max_batch_size)
+        self._queue: BatchQueue[GenerationJob] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
-        self._book = JobBook()
-        self._running: tuple[Job, ...] = ()
-        self._batches_run = 0
-        self._stamp = WeightStamp()
-        self._manifest: tuple[TensorSpec, ...] = ()
+        self._running: tuple[GenerationJob, ...] = ()
         self._generator: SwiftGenerator | None = None
-        self._life = EngineLife(self._run)
-        self._life.start()
+        self._thread.start()
 
     @property
-    def stamp(self) -> WeightStamp:
-        return self._stamp
+    def generator(self) -> SwiftGenerator:
+        """The model and its template. Raises EngineUnavailable while it loads."""
+        return require_loaded(self._generator)
 
-    def wait_loaded(self, timeout_s: float) -> bool:
-        """True when the model is loaded, or could not be, within the time; see ``status``."""
-        return self._life.wait_loaded(timeout_s)
-
-    def status(self) -> EngineStatus:
-        state, detail = self._life.state
-        num_open, num_running = len(self._book), len(self._running)
-        return EngineStatus(
-            state,
-            detail,
-            num_waiting=max(0, num_open - num_running),
-            num_running=num_running,
-            batches_run=self._batches_run,
-            completions_made=self._book.completions_made,
-        )
-
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """Name, shape and dtype of every parameter, tied weights once; empty until the model is loaded."""
-        return self._manifest
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Ticket]:
-        """Encodes and queues. Raises EngineUnavailable unless the engine is ready."""
-        require_ready(*self._life.state)
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
+        """As ``Engine.submit``: encodes and queues."""
+        self._require_ready()
         self._queue.expect(len(requests))
-        jobs = [Job(request) for request in requests]
+        jobs = [GenerationJob(request) for request in requests]
         self._book.add(jobs)
         for job in jobs:
             self._encoders.submit(self._encode, job)
-        return list(jobs)
+        return jobs
 
-    def abort(self, tickets: Sequence[Ticket] | None = None) -> int:
-        jobs = [job for job in self._book.open_jobs() if tickets is None or job in tickets]
-        for job in jobs:
-            job.abort()
-        for job in jobs:
+    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
+        """As ``Engine.abort``; what waits for a batch is answered at once."""
+        asked = jobs if jobs is not None else self._book.open_jobs()
+        num_asked = super().abort(asked)
+        for job in asked:
             if self._queue.remove(job):
                 self._finish_unstarted(job)
-        return len(jobs)
+        return num_asked
 
     def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
         """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
@@ -133,17 +103,11 @@ class TransformersRolloutEngine:
             raise RoundFailed(reason, torn=True) from error
         return installed
 
-    def close(self, timeout_s: float) -> None:
-        """Aborts what runs, drops what waits, ends the thread within the time. May be called again."""
-        self._stop(EngineState.CLOSED, "the server is shutting down")
-        self._encoders.shutdown(wait=False, cancel_futures=True)
-        self._life.join(timeout_s)
-
     # --- encoder threads ------------------------------------------------------------------------
-    def _encode(self, job: Job) -> None:
+    def _encode(self, job: GenerationJob) -> None:
         try:
             if not job.aborted:
-                job.row = self._ready_generator().encode_row(job.request, lambda: job.aborted)
+                job.row = self.generator.encode_row(job.request, lambda: job.aborted)
         except JobAborted:
             pass  # ended below, as one that was aborted before or after
         except Exception as error:  # top of a pool thread: a broken sample is that request's own failure
@@ -161,26 +125,18 @@ class TransformersRolloutEngine:
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
-        try:
-            self._generator = self._load()
-            self._generator.prepare()
-            self._manifest = tuple(
-                TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in self._generator.model.named_parameters()
-            )
-            self._life.become_ready()
-            while (work := self._queue.take()) is not None:
-                self._do(work)
-        except UserError as error:
-            self._stop(EngineState.BROKEN, str(error))
-        except Exception as error:  # top of the thread
-            # A model that does not load is the user's to mend, and the server's last line says how.
-            loaded = self._generator is not None
-            _log.error("the engine's thread ends", exc_info=loaded or _log.isEnabledFor(logging.DEBUG))
-            self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
+        self._generator = self._load()
+        self._generator.prepare()
+        self._manifest = tuple(
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._generator.model.named_parameters()
+        )
+        self._become_ready()
+        while (work := self._queue.take()) is not None:
+            self._do(work)
 
-    def _do(self, work: list[Job] | Task) -> None:
-        if isinstance(work, Task):
+    def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
+        if isinstance(work, ExclusiveTask):
             if work.future.set_running_or_notify_cancel():
                 try:
                     work.future.set_result(work.call())
@@ -194,11 +150,11 @@ class TransformersRolloutEngine:
         if jobs:
             self._run_batch(jobs)
 
-    def _run_batch(self, jobs: list[Job]) -> None:
-        stamp = self._stamp
+    def _run_batch(self, jobs: list[GenerationJob]) -> None:
+        stamp = self.stamp
         self._running = tuple(jobs)
         try:
-            rows = self._ready_generator().generate_rows(
+            rows = self.generator.generate_rows(
                 [job.row for job in jobs if job.row is not None],
                 jobs[0].request.sampling,
                 with_log_probs=jobs[0].request.with_log_probs,
@@ -224,7 +180,7 @@ class TransformersRolloutEngine:
             )
             self._book.finish(job, completion)
 
-    def _retry_alone(self, jobs: list[Job], error: Exception) -> None:
+    def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
         if len(jobs) == 1:
             self._book.fail(jobs[0], error)
             return
@@ -237,33 +193,26 @@ class TransformersRolloutEngine:
                 self._book.fail(job, closed)
 
     def _copy_weights(self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp) -> InstalledWeights:
-        parameters = dict(self._ready_generator().model.named_parameters())
+        parameters = dict(self.generator.model.named_parameters())
         with torch.no_grad():
             if self.install_fault is not InstallFault.SKIP_COPY:
                 for name, tensor in weights.items():
                     parameters[name].copy_(tensor)
             if self.install_fault is InstallFault.FLIP_ELEMENT:
                 next(iter(parameters.values())).view(-1)[0] += 1
-        self._stamp = stamp
+        self.stamp = stamp
         resident = {name: checksum_tensor(parameters[name]) for name in weights}
         return InstalledWeights(loaded=tuple(weights), resident=resident)
 
     # --- any thread -----------------------------------------------------------------------------
-    def _ready_generator(self) -> SwiftGenerator:
-        if self._generator is None:
-            raise EngineUnavailable("the model is not loaded yet; ask again later")
-        return self._generator
+    def _num_running(self) -> int:
+        return len(self._running)
 
-    def _finish_unstarted(self, job: Job) -> None:
-        self._book.finish(job, job.completion(self._stamp, finish_reason="abort"))
+    def _hands_over(self, job: GenerationJob) -> bool:
+        return job in self._running
 
-    def _stop(self, state: EngineState, detail: str) -> None:
-        self._life.end(state, detail)
+    def _refuse_work(self) -> None:
         for item in self._queue.close():
-            if isinstance(item, Task):
+            if isinstance(item, ExclusiveTask):
                 item.future.cancel()
-        jobs = self._book.open_jobs()
-        for job in jobs:
-            job.abort()  # a running batch hands over what it has
-            if state is EngineState.BROKEN or job not in self._running:
-                self._book.fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
+        self._encoders.shutdown(wait=False, cancel_futures=True)

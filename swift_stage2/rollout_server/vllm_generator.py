@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, WeightStamp
-from swift_stage2.rollout_server.request_images import decode_image
-from swift_stage2.rollout_server.sealed_template import seal_template
-from swift_stage2.rollout_server.shared_staging import StagedWeights
+from swift_stage2.rollout_server.engine import CacheKind
+from swift_stage2.rollout_server.jobs import GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.rollout_server.swift_seams import checkpoint_manifest, decode_images, seal_template
+from swift_stage2.rollout_server.vllm_weights import StagedWeights
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
@@ -32,15 +31,10 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
 from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
-from swift_stage2.rollout_server.checkpoint_manifest import checkpoint_manifest  # noqa: E402
 
-__all__ = ["AbortedBeforeStart", "EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
+__all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 
 _WORKER_EXTENSION = "swift_stage2.rollout_server.vllm_worker.StagedWeightsExtension"
-
-
-class AbortedBeforeStart(Exception):
-    """The request was aborted while it was encoded; vLLM has never seen it."""
 
 
 @dataclass
@@ -124,7 +118,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         """Generates one completion.
 
         Raises:
-            AbortedBeforeStart: ``is_aborted`` was true when the request had been encoded.
+            JobAborted: ``is_aborted`` was true when the request had been encoded.
             SampleError: an image that is none.
             EngineDeadError: vLLM's processes have died.
             Exception: whatever ms-swift's template or vLLM raises on a request it cannot take.
@@ -132,14 +126,11 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
         def before_start(arguments: dict[str, Any]) -> dict[str, Any]:
             if is_aborted():
-                raise AbortedBeforeStart
+                raise JobAborted
             arguments["generation_config"].output_kind = RequestOutputKind.FINAL_ONLY
             return arguments
 
-        images = [
-            await asyncio.to_thread(_decode_unless, is_aborted, image)
-            for image in request.conversation.get("images", ())
-        ]
+        images = await asyncio.to_thread(decode_images, request, is_aborted)
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
         response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
         choice = response.choices[0]
@@ -187,12 +178,6 @@ class _DistrustfulGenerator(VllmGenerator):
     def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
         super()._prepare_engine_kwargs(*arguments, **options)
         self.engine_args.trust_remote_code = False
-
-
-def _decode_unless(is_aborted: Callable[[], bool], image: str) -> Image.Image:
-    if is_aborted():
-        raise AbortedBeforeStart
-    return decode_image(image)
 
 
 def request_failure(error: Exception) -> Exception:

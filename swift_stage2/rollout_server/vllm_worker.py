@@ -13,8 +13,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.load_trace import LoadTrace
-from swift_stage2.rollout_server.shared_staging import LayoutEntry, open_staged
+from swift_stage2.rollout_server.vllm_weights import LayoutEntry, LoadTrace, open_staged
 from swift_stage2.weights.checksum import checksum_tensor
 
 _MAX_SHOWN = 5
@@ -29,7 +28,7 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         """Loads all staged tensors in one call, finishes them, and reads back what is resident.
 
         Returns:
-            ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``Piece`` fields of
+            ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``TensorPiece`` fields of
             every part that the model now holds.
 
         Raises:

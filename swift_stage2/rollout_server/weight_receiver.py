@@ -1,4 +1,4 @@
-"""Receives one round's flattened buckets into memory and describes what arrived; touches no model.
+"""Receives one round's flattened buckets into memory, compares them with the manifest; touches no model.
 
 A thread of its own waits for the learner, then fills one buffer per announced bucket, in order. Checksums are taken
 from the received bytes before anything else reads them.
@@ -13,16 +13,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from swift_stage2.errors import ProtocolError, RoundFailed
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.servers.protocol import RefusalReason, TensorSpec
 from swift_stage2.weights.checksum import all_finite, checksum_tensor
 from swift_stage2.weights.stream import WeightListener, WeightStream
 
 _GIVEN_UP_POLL_S = 0.25
 _ENDED = "the round has ended"
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,15 @@ class BucketEntry:
     start: int
     end: int
 
+    @classmethod
+    def from_json(cls, item: Any) -> BucketEntry:
+        """Raises ProtocolError unless it is a tensor's spec with offsets."""
+        spec = TensorSpec.from_json(item)
+        start, end = item.get("start_idx"), item.get("end_idx")
+        if not isinstance(start, int) or not isinstance(end, int):
+            raise ProtocolError(f"start_idx and end_idx must be byte offsets, got {start!r} and {end!r}")
+        return cls(spec, start, end)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -42,12 +53,22 @@ class Bucket:
     num_bytes: int
 
     @classmethod
-    def from_entries(cls, entries: Sequence[BucketEntry]) -> Bucket:
-        """Checks the layout.
+    def from_json(cls, body: Any) -> Bucket:
+        """The body of ``/update_flattened_params/``. Raises ProtocolError for a layout that has no meaning."""
+        metadatas = body.get("metadatas") if isinstance(body, dict) else None
+        if not isinstance(metadatas, list):
+            raise ProtocolError("update_flattened_params takes {metadatas: [...]}")
+        return cls.from_entries([BucketEntry.from_json(item) for item in metadatas])
 
-        Raises:
-            ProtocolError: no entry, a gap or overlap, or a length that is not shape times item size.
-        """
+    @classmethod
+    def of_one(cls, body: Any) -> Bucket:
+        """The body of ``/update_named_param/``. Raises ProtocolError."""
+        spec = TensorSpec.from_json(body)
+        return cls.from_entries([BucketEntry(spec, 0, num_bytes(spec))])
+
+    @classmethod
+    def from_entries(cls, entries: Sequence[BucketEntry]) -> Bucket:
+        """Raises ProtocolError for no entry, a gap or overlap, or a length that is not shape times item size."""
         if not entries:
             raise ProtocolError("a bucket must hold at least one tensor, got metadatas=[]")
         position = 0
@@ -94,7 +115,7 @@ class WeightReceiver:
     """The weights of one round. ``start``, any number of ``expect``, ``collect``, ``close``."""
 
     def __init__(self, host: str, port: int, timeout_s: float, staging: StagingBuffers) -> None:
-        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._host, self._port = host, port
         self._staging = staging
         self._end = time.monotonic() + timeout_s
         self._changed = threading.Condition()
@@ -118,11 +139,9 @@ class WeightReceiver:
             is_elsewhere = (
                 isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL
             )
-            remedy = (
-                "start the server with a --group-bind that is an address of its machine"
-                if is_elsewhere
-                else "choose a free group_port"
-            )
+            remedy = "choose a free group_port"
+            if is_elsewhere:
+                remedy = "start the server with a --group-bind that is an address of its machine"
             raise RoundFailed(
                 f"the server cannot listen for weights on {self._host}:{self._port}: {self._failure}; {remedy}"
             ) from error
@@ -249,3 +268,51 @@ def torch_dtype(name: str) -> torch.dtype:
 def num_bytes(spec: TensorSpec) -> int:
     """Bytes that a tensor of that shape and dtype takes."""
     return torch_dtype(spec.dtype).itemsize * math.prod(spec.shape)
+
+
+def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
+    """Raises RoundRefused, with up to five differences, unless both hold the same tensors in any order."""
+    here = {spec.name: spec for spec in own}
+    there = {spec.name: spec for spec in theirs}
+    differences = [
+        f"{name}: server {_shown(here.get(name))}, learner {_shown(there.get(name))}"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        raise RoundRefused(
+            RefusalReason.MANIFEST_DIFFERS,
+            f"a round must bring the model's own tensors, got num_differences={len(differences)}: "
+            f"{'; '.join(differences[:_MAX_SHOWN])}; serve the model that is trained",
+        )
+
+
+def compare_bucket(manifest: Sequence[TensorSpec], bucket: Bucket, announced: set[str]) -> None:
+    """Adds the bucket's tensors to those that the round has ``announced``: all together are one manifest at most.
+
+    Raises RoundFailed for a tensor that the manifest does not hold with that shape and dtype, or that comes again.
+    """
+    known = {spec.name: spec for spec in manifest}
+    for entry in bucket.entries:
+        if entry.spec.name in announced:
+            raise RoundFailed(f"a round must announce every tensor once, got {entry.spec.name} again")
+        announced.add(entry.spec.name)
+        if known.get(entry.spec.name) != entry.spec:
+            raise RoundFailed(
+                f"a bucket must hold tensors of the round's manifest, got {entry.spec.name} "
+                f"{_shown(entry.spec)}, manifest {_shown(known.get(entry.spec.name))}"
+            )
+
+
+def require_all(manifest: Sequence[TensorSpec], received: ReceivedWeights) -> None:
+    """Raises RoundFailed unless every tensor of the manifest has arrived."""
+    missing = [spec.name for spec in manifest if spec.name not in received.tensors]
+    if missing:
+        raise RoundFailed(
+            f"every tensor of the manifest must arrive, got num_missing={len(missing)}: "
+            f"{', '.join(missing[:_MAX_SHOWN])}"
+        )
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
-from swift_stage2.rollout_server.manifest_check import compare_bucket, compare_manifests, require_all
+from swift_stage2.rollout_server.engine import Engine, InstalledWeights
+from swift_stage2.rollout_server.jobs import WeightStamp
 from swift_stage2.rollout_server.weight_receiver import (
     Bucket,
     ReceivedWeights,
     StagingBuffers,
     WeightReceiver,
+    compare_bucket,
+    compare_manifests,
+    require_all,
 )
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundProof, RoundRequest
 
@@ -96,7 +99,18 @@ class WeightRounds:
         """
         with self._lock:
             self._expire()
-            self._check_admission(round_id)
+            if self._round is not None and self._round.request.round_id != round_id:
+                raise RoundRefused(
+                    RefusalReason.ROUND_OPEN,
+                    f"round {self._round.request.round_id} is open; until it ends only its own requests count",
+                )
+            if self._round is None and round_id is not None:
+                raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not open")
+            if self._round is None and self._is_unproven():
+                raise RoundRefused(
+                    RefusalReason.UNPROVEN,
+                    "the model holds weights that no round has proven; run a sync round",
+                )
             self._num_admitted += 1
             is_proven = self._round is None and self._engine.stamp.version is not None
         try:
@@ -210,10 +224,10 @@ class WeightRounds:
     def close_receiver(self) -> None:
         """Ends the connection for weights, if there is one, and frees its port."""
         with self._lock:
-            receiver = self._round.receiver if self._round is not None else None
-        if receiver is not None:
-            receiver.close()
-            receiver.join(_JOIN_TIMEOUT_S)
+            current = self._round
+        if current is not None and current.receiver is not None:
+            current.receiver.close()
+        self._release_port(current)
 
     def finish(self, wanted: FinishRequest) -> RoundProof | None:
         """Ends the round with its proof; asked again, the same proof returns. None when it was given up.
@@ -232,8 +246,20 @@ class WeightRounds:
             received, installed = current.received, current.installed
             proof = None
             if commit and received is not None and installed is not None:
-                proof = self._last_proof = self._prove(current, received, installed)
-                self._unproven = not _is_whole(proof, wanted.checksums)
+                proof = self._last_proof = RoundProof(
+                    round_id=round_id,
+                    incarnation=self._incarnation,
+                    weight_version=current.request.version,
+                    arrived=received.checksums,
+                    resident=installed.resident,
+                    loaded=installed.loaded,
+                )
+                arrived = dict(proof.arrived)
+                self._unproven = not (
+                    dict(proof.resident) == arrived
+                    and set(arrived) <= set(proof.loaded)
+                    and (wanted.checksums is None or dict(wanted.checksums) == arrived)
+                )
                 current.installed = None
             self._end_round()
         self._release_port(current)
@@ -255,20 +281,6 @@ class WeightRounds:
             self._end_round()
 
     # --- decisions, under the lock --------------------------------------------------------------
-    def _check_admission(self, round_id: str | None) -> None:
-        if self._round is not None:
-            if round_id != self._round.request.round_id:
-                raise RoundRefused(
-                    RefusalReason.ROUND_OPEN,
-                    f"round {self._round.request.round_id} is open; until it ends only its own requests count",
-                )
-        elif round_id is not None:
-            raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not open")
-        elif self._is_unproven():
-            raise RoundRefused(
-                RefusalReason.UNPROVEN, "the model holds weights that no round has proven; run a sync round"
-            )
-
     def _is_unproven(self) -> bool:
         """A round may end while the engine still loads for it: what the model holds then is anybody's guess."""
         return self._unproven or self._num_loading > 0
@@ -306,16 +318,6 @@ class WeightRounds:
             self._round.receiver.close()
         self._round = None
 
-    def _prove(self, current: _Round, received: ReceivedWeights, installed: InstalledWeights) -> RoundProof:
-        return RoundProof(
-            round_id=current.request.round_id,
-            incarnation=self._incarnation,
-            weight_version=current.request.version,
-            arrived=received.checksums,
-            resident=installed.resident,
-            loaded=installed.loaded,
-        )
-
     # --- waits, outside the lock ----------------------------------------------------------------
     def _install(self, current: _Round, received: ReceivedWeights, given_up: threading.Event) -> None:
         stamp = WeightStamp(current.request.version, current.request.run_id)
@@ -350,13 +352,3 @@ class WeightRounds:
     def _release_port(self, ended: _Round | None) -> None:
         if ended is not None and ended.receiver is not None:
             ended.receiver.join(_JOIN_TIMEOUT_S)
-
-
-def _is_whole(proof: RoundProof, sent: Mapping[str, str] | None) -> bool:
-    """Whether the model holds everything as it arrived, and it arrived as it was sent, where the learner says so."""
-    arrived = dict(proof.arrived)
-    return (
-        dict(proof.resident) == arrived
-        and set(arrived) <= set(proof.loaded)
-        and (sent is None or dict(sent) == arrived)
-    )

@@ -20,18 +20,18 @@ from swift_stage2.errors import EngineUnavailable
 _IDLE_WAIT_S = 1.0
 
 
-class Job(Protocol):
+class Batchable(Protocol):
     """Something that may share a batch with jobs of the same key."""
 
     @property
     def key(self) -> Hashable: ...
 
 
-JobT = TypeVar("JobT", bound=Job)
+JobT = TypeVar("JobT", bound=Batchable)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ExclusiveTask:
     """A call that the engine thread makes between two batches."""
 
     call: Callable[[], Any]
@@ -58,13 +58,13 @@ class BatchQueue(Generic[JobT]):
         self._enough_jobs: int | None = None
         self._max_gather_s = max_gather_s
         self._changed = threading.Condition()
-        self._waiting: deque[JobT | Task] = deque()
+        self._waiting: deque[JobT | ExclusiveTask] = deque()
         self._num_expected = 0
         self._closed = False
 
     def __len__(self) -> int:
         with self._changed:
-            return self._num_expected + sum(not isinstance(item, Task) for item in self._waiting)
+            return self._num_expected + sum(not isinstance(item, ExclusiveTask) for item in self._waiting)
 
     def expect(self, num_jobs: int) -> None:
         """Announces jobs; each must end in ``put(job, expected=True)`` or ``withdraw()``.
@@ -92,7 +92,7 @@ class BatchQueue(Generic[JobT]):
 
     def put_task(self, call: Callable[[], Any]) -> Future[Any]:
         """Appends a task; the future holds what ``call`` returned or raised."""
-        task = Task(call)
+        task = ExclusiveTask(call)
         with self._changed:
             self._refuse_if_closed()
             self._waiting.append(task)
@@ -107,19 +107,19 @@ class BatchQueue(Generic[JobT]):
             self._waiting.remove(job)
             return True
 
-    def take(self) -> list[JobT] | Task | None:
+    def take(self) -> list[JobT] | ExclusiveTask | None:
         """The next batch or task; None once the queue is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait(_IDLE_WAIT_S)
-            if self._waiting and not isinstance(self._waiting[0], Task):
+            if self._waiting and not isinstance(self._waiting[0], ExclusiveTask):
                 self._gather()
             if self._closed:
                 return None
             if not self._waiting:  # all that was gathered has been removed again
                 return []
             head = self._waiting[0]
-            if isinstance(head, Task):
+            if isinstance(head, ExclusiveTask):
                 self._waiting.popleft()
                 return head
             return self._pop_batch(head.key)
@@ -130,14 +130,14 @@ class BatchQueue(Generic[JobT]):
             self._gather_s = gather_s
             self._enough_jobs = enough_jobs
 
-    def clear(self) -> list[JobT | Task]:
+    def clear(self) -> list[JobT | ExclusiveTask]:
         """Takes everything out that waits, and returns it; the queue goes on."""
         with self._changed:
             left = list(self._waiting)
             self._waiting.clear()
             return left
 
-    def close(self) -> list[JobT | Task]:
+    def close(self) -> list[JobT | ExclusiveTask]:
         """Ends ``take`` and returns what nobody will run. Later puts raise."""
         with self._changed:
             self._closed = True
@@ -160,20 +160,20 @@ class BatchQueue(Generic[JobT]):
 
     def _may_grow(self) -> bool:
         """Whether what is still to come could join the jobs that wait: not behind a task, nor beyond the limit."""
-        if not self._waiting or any(isinstance(item, Task) for item in self._waiting):
+        if not self._waiting or any(isinstance(item, ExclusiveTask) for item in self._waiting):
             return False
         if self._enough_jobs is not None and len(self._waiting) >= self._enough_jobs:
             return False
-        size = sum(self._size_of(item) for item in self._waiting if not isinstance(item, Task))
+        size = sum(self._size_of(item) for item in self._waiting if not isinstance(item, ExclusiveTask))
         return size < self._max_batch_size
 
     def _pop_batch(self, key: Hashable) -> list[JobT]:
         batch: list[JobT] = []
-        left: deque[JobT | Task] = deque()
+        left: deque[JobT | ExclusiveTask] = deque()
         size = 0
         is_behind_task = False
         for item in self._waiting:
-            if isinstance(item, Task):
+            if isinstance(item, ExclusiveTask):
                 is_behind_task = True
                 left.append(item)
                 continue

@@ -2,15 +2,20 @@
 
 The only place that talks to rollout servers. One deadline holds for the whole call; every call has a connection of
 its own, so that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept,
-no redirect followed, no proxy of the environment used, and the key is never shown. Used by the rollout client, the
-control session and the merger; ``end`` may come from any thread.
+no redirect followed, no proxy of the environment used, and the key is never shown. Whatever a server says is data:
+the size limit holds for what arrives and for what it unfolds to, and the charset that it claims is ignored. Used by
+the rollout client, the control session and the merger.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,8 +23,7 @@ import httpx
 
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
 from swift_stage2.process.route import http_remedy
-from swift_stage2.servers.answer import Answer, read_answer
-from swift_stage2.servers.cuttable_call import CuttableCall
+from swift_stage2.servers import protocol
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)
@@ -27,6 +31,79 @@ _QUOTED_CHARACTERS = 500
 _CONNECT_TIMEOUT_S = 10.0
 # What httpx raises, and what the resolver does for a host name that is none.
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
+_STATUSES = range(200, 600)
+_OK = 200
+_JSON = "application/json"
+# What zlib calls the window of a format; gzip is 16 more than zlib's own.
+_WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of any status. ``body`` is as long as the caller's limit at most."""
+
+    status: int
+    body: bytes
+    content_type: str = _JSON
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the server says that it did what was asked."""
+        return self.status == _OK
+
+    def record(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        return protocol.parse_json(self.body)
+
+    def quote(self, num_characters: int) -> str:
+        """The body's beginning as text, in one piece that any log can hold."""
+        text = self.body[: 4 * num_characters].decode("utf-8", errors="replace")
+        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)[
+            :num_characters
+        ]
+
+
+class CuttableCall:
+    """A call that another thread can end: httpx limits each read, this the whole call.
+
+    Learns the call's socket from httpx's ``trace`` extension and shuts it down, whatever the reading thread waits for.
+    The first cause is kept; a finished call is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._cause: FaultKind | None = None
+        self._finished = False
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """For httpx's ``extensions={"trace": ...}``."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                self._shut_if_cut()
+
+    def cut(self, cause: FaultKind) -> None:
+        """Ends the call; may come from any thread."""
+        with self._lock:
+            if not self._finished and self._cause is None:
+                self._cause = cause
+                self._shut_if_cut()
+
+    def finish(self) -> FaultKind | None:
+        """Marks the call as over and says what it was cut for, if it was."""
+        with self._lock:
+            self._finished = True
+            return self._cause
+
+    def _shut_if_cut(self) -> None:
+        if self._cause is not None and self._socket is not None:
+            with suppress(OSError):  # the peer may have closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class ServerCaller:
@@ -42,9 +119,9 @@ class ServerCaller:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._ended = False
-        self._call: CuttableCall[FaultKind] | None = None
+        self._call: CuttableCall | None = None
         self._headers = {
-            "Content-Type": "application/json",
+            "Content-Type": _JSON,
             "Accept-Encoding": "identity",
             "User-Agent": "swift-stage2",
         }
@@ -108,7 +185,7 @@ class ServerCaller:
         Raises:
             ServerFault: no answer by the deadline, or none that HTTP or ``most_bytes`` allows.
         """
-        call: CuttableCall[FaultKind] = CuttableCall()
+        call = CuttableCall()
         with self._lock:
             if self._ended:
                 raise self._fault(path, "this process is shutting down", FaultKind.ENDED)
@@ -118,8 +195,19 @@ class ServerCaller:
         timer.daemon = True
         timer.start()
         cause: Exception | None = None
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            answer = self._exchange(method, path, content, timeout_s, most_bytes, headers, call)
+            request = httpx.Request(
+                method,
+                f"{self.base_url}{path}",
+                headers={**self._headers, **headers},
+                content=content,
+                extensions={"timeout": timeout.as_dict(), "trace": call.trace},
+            )
+            response = self._transport.handle_request(request)
+            assert isinstance(response.stream, httpx.SyncByteStream)
+            with closing(response.stream):
+                answer = _read_answer(response, response.stream, most_bytes)
         except (*_FOREIGN, ProtocolError) as error:
             cause = error
         finally:
@@ -146,35 +234,6 @@ class ServerCaller:
         """``text`` as it may be shown: a server may quote the header that it refuses."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        content: bytes,
-        timeout_s: float,
-        most_bytes: int,
-        headers: Mapping[str, str],
-        call: CuttableCall[FaultKind],
-    ) -> Answer:
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
-        request = httpx.Request(
-            method,
-            f"{self.base_url}{path}",
-            headers={**self._headers, **headers},
-            content=content,
-            extensions={"timeout": timeout.as_dict(), "trace": call.trace},
-        )
-        response = self._transport.handle_request(request)
-        stream = response.stream
-        assert isinstance(stream, httpx.SyncByteStream)
-        try:
-            chunks: Iterable[bytes] = stream
-            content_type = response.headers.get("Content-Type", "")
-            encoding = response.headers.get("Content-Encoding", "")
-            return read_answer(response.status_code, content_type, encoding, chunks, most_bytes)
-        finally:
-            stream.close()
-
     def _why_not(
         self, path: str, cause: Exception | None, cut: FaultKind | None, timeout_s: float
     ) -> ServerFault:
@@ -197,6 +256,41 @@ class ServerCaller:
 
     def _fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
         return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
+
+
+def _read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: int) -> Answer:
+    """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
+
+    Raises:
+        ProtocolError: a status that says nothing, an encoding that was not asked for and cannot be limited, an
+            answer that is too long or whose encoding is broken.
+    """
+    status = response.status_code
+    if status not in _STATUSES:
+        raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
+    encoding = response.headers.get("Content-Encoding", "")
+    name = encoding.strip().lower()
+    if name not in ("", "identity", *_WINDOWS):
+        raise ProtocolError(
+            f"an answer must be as it is, or gzip, got content_encoding={encoding[:40]!r}; is a proxy in between?"
+        )
+    # One layer only: several would multiply what little bytes can become.
+    unfold = zlib.decompressobj(_WINDOWS[name]) if name in _WINDOWS else None
+    body, num_arrived = bytearray(), 0
+    for chunk in chunks:
+        num_arrived += len(chunk)
+        try:
+            body += chunk if unfold is None else unfold.decompress(chunk, most_bytes + 1 - len(body))
+        except zlib.error as error:
+            raise ProtocolError(f"an answer must be encoded as it says, got {error}") from error
+        if len(body) > most_bytes or num_arrived > most_bytes:
+            raise ProtocolError(
+                f"an answer must have at most {most_bytes} bytes for what was asked, got more; its rest was not read"
+            )
+    if unfold is not None and not unfold.eof:
+        raise ProtocolError("an answer must be whole, got one whose encoding has no end")
+    is_json = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == _JSON
+    return Answer(status, bytes(body), _JSON if is_json else "text/plain")
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

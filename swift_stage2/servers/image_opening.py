@@ -1,6 +1,6 @@
 """Opens the images of a request: base64 only, known formats only, no larger than allowed. Reads no file and no host.
 
-Opening reads the header alone; whoever wants the pixels calls ``load``. Shared by learner, rollout server and merger.
+Opening reads the header alone, decoding the pixels, too. Shared by learner, rollout server and merger.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def open_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
     return image
 
 
-def load_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """The whole image as RGB. Raises as ``open_image``."""
-    image = open_image(content, max_pixels=max_pixels)
+def decode_image(data: str) -> Image.Image:
+    """A whole base64 image as RGB; its size was checked when it came. Raises SampleError."""
+    image = open_image(decode_base64(data))
     try:
         return image if image.mode == "RGB" else image.convert("RGB")
     except _UNREADABLE as error:

@@ -1,20 +1,16 @@
-"""What every server process of ours does at its door: binds exactly, warns when it is open, checks the key.
-
-It also ends in order: what it works on first, then its connections. Used by the rollout server and the merger.
-"""
+"""The socket and process of rollout server and merger: binds exactly, warns when it is open, ends in order."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import logging
-import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI
 
 from swift_stage2.errors import UserError
 
@@ -105,16 +101,3 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def bearer_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
-    """A dependency for routes that answers 401 unless the key comes as a bearer token."""
-    expected = f"Bearer {api_key}".encode()
-
-    # On the event loop: in a thread of the pool, a call could overtake the one that was read just before it.
-    async def check(request: Request) -> None:
-        given = request.headers.get("Authorization", "").encode()
-        if not secrets.compare_digest(given, expected):
-            raise HTTPException(401, "send the server's key as a bearer token")
-
-    return check

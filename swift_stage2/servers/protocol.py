@@ -7,7 +7,6 @@ Everything on the wire is JSON and is checked field by field; nothing is unpickl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +15,20 @@ from typing import Any
 from pydantic_core import from_json
 
 from swift_stage2.errors import ProtocolError
+from swift_stage2.servers.wire_record import (
+    TensorSpec as TensorSpec,
+)
+from swift_stage2.servers.wire_record import (
+    WireRecord,
+    finite,
+    integer,
+    integer_list,
+    mapping,
+    optional_integer,
+    optional_text,
+    read,
+    text,
+)
 
 # --- paths of stock `swift rollout` -------------------------------------------------------------
 HEALTH = "/health/"
@@ -50,7 +63,6 @@ ROUND_HEADER = "X-Stage2-Round"
 MOST_CONTROL_BYTES = 32 << 20  # a manifest and two checksums for each of 70,000 tensors
 _BYTES_OF_A_PROMPT = 512 << 10
 _BYTES_OF_A_TOKEN = 512
-_LARGEST_INTEGER = 2**63 - 1
 
 
 def most_infer_bytes(num_requests: int, max_new_tokens: int) -> int:
@@ -82,28 +94,7 @@ class RefusalReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, shape and dtype (``"float32"``, without ``torch.``) of one weight tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype}
-
-    @classmethod
-    def from_json(cls, data: Any) -> TensorSpec:
-        record = _mapping(data, "tensor spec")
-        return cls(
-            name=_text(record, "name"),
-            shape=tuple(_integer_list(record, "shape")),
-            dtype=_text(record, "dtype").removeprefix("torch."),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
+class ServerInfo(WireRecord):
     """What a server says of itself. ``stock`` servers know no ``/stage2/`` path and say little."""
 
     stock: bool
@@ -117,39 +108,18 @@ class ServerInfo:
     manifest: tuple[TensorSpec, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "incarnation": self.incarnation,
-            "engine": self.engine,
-            "model": self.model,
-            "weight_version": self.weight_version,
-            "run_id": self.run_id,
-            "state": self.state,
-            "can_abort": self.can_abort,
-            "manifest": [spec.to_json() for spec in self.manifest],
-        }
+        record = WireRecord.to_json(self)
+        del record["stock"]
+        return record
 
     @classmethod
     def from_json(cls, data: Any) -> ServerInfo:
-        record = _mapping(data, "server info")
-        manifest = record.get("manifest") or []
-        if not isinstance(manifest, list):
-            raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
-        version = record.get("weight_version")
-        return cls(
-            stock=False,
-            incarnation=_text(record, "incarnation"),
-            engine=_optional_text(record, "engine"),
-            model=_optional_text(record, "model"),
-            weight_version=None if version is None else _integer(version, "weight_version"),
-            run_id=_optional_text(record, "run_id"),
-            state=_optional_text(record, "state"),
-            can_abort=bool(record.get("can_abort", False)),
-            manifest=tuple(TensorSpec.from_json(item) for item in manifest),
-        )
+        record = mapping(data, "server info")
+        return read(cls, {**record, "incarnation": text(record, "incarnation"), "stock": False})
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRequest:
+class RoundRequest(WireRecord):
     """Opens one sync round on our server; the manifest is compared before any downtime."""
 
     round_id: str
@@ -158,59 +128,18 @@ class RoundRequest:
     manifest: tuple[TensorSpec, ...]
     timeout_s: float = 300.0  # the server forgets the round this long after it began
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "round_id": self.round_id,
-            "run_id": self.run_id,
-            "version": self.version,
-            "manifest": [spec.to_json() for spec in self.manifest],
-            "timeout_s": self.timeout_s,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> RoundRequest:
-        record = _mapping(data, "round request")
-        manifest = record.get("manifest")
-        if not isinstance(manifest, list):
-            raise ProtocolError(f"manifest must be a list, got {type(manifest).__name__}")
-        timeout_s = _finite(record.get("timeout_s", 300.0), "timeout_s")
-        if timeout_s <= 0:
-            raise ProtocolError(
-                f"timeout_s must be a positive number of seconds, got timeout_s={timeout_s!r}"
-            )
-        return cls(
-            round_id=_text(record, "round_id"),
-            run_id=_text(record, "run_id"),
-            version=_integer(record.get("version"), "version"),
-            manifest=tuple(TensorSpec.from_json(item) for item in manifest),
-            timeout_s=timeout_s,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class FinishRequest:
+class FinishRequest(WireRecord):
     """Ends a round. ``checksums``, of all tensors as they were sent, decide with the server's own what it may serve."""
 
     round_id: str
     commit: bool = True  # False gives the round up
     checksums: Mapping[str, str] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        sums = None if self.checksums is None else dict(self.checksums)
-        return {"round_id": self.round_id, "commit": self.commit, "checksums": sums}
-
-    @classmethod
-    def from_json(cls, data: Any) -> FinishRequest:
-        record = _mapping(data, "finish request")
-        return cls(
-            round_id=_text(record, "round_id"),
-            commit=record.get("commit", True) is True,
-            checksums=None if record.get("checksums") is None else _text_map(record, "checksums"),
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class RoundProof:
+class RoundProof(WireRecord):
     """What our server can show after a round.
 
     ``arrived`` holds a checksum per tensor as it came off the wire, ``resident`` a checksum per
@@ -224,27 +153,16 @@ class RoundProof:
     resident: Mapping[str, str]
     loaded: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "round_id": self.round_id,
-            "incarnation": self.incarnation,
-            "weight_version": self.weight_version,
-            "arrived": dict(self.arrived),
-            "resident": dict(self.resident),
-            "loaded": list(self.loaded),
-        }
 
-    @classmethod
-    def from_json(cls, data: Any) -> RoundProof:
-        record = _mapping(data, "round proof")
-        return cls(
-            round_id=_text(record, "round_id"),
-            incarnation=_text(record, "incarnation"),
-            weight_version=_integer(record.get("weight_version"), "weight_version"),
-            arrived=_text_map(record, "arrived"),
-            resident=_text_map(record, "resident"),
-            loaded=tuple(_text_list(record, "loaded")),
-        )
+@dataclass(frozen=True, slots=True)
+class AbortRequest(WireRecord):
+    """Asks our server to end what is in flight under these weights, apart from requests that must not be aborted.
+
+    A call that arrives late, when a round has brought other weights, ends nothing.
+    """
+
+    run_id: str
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,25 +205,6 @@ def request_config(
 _MAY_ABORT = "may_abort"
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequest:
-    """Asks our server to end what is in flight under these weights, apart from requests that must not be aborted.
-
-    A call that arrives late, when a round has brought other weights, ends nothing.
-    """
-
-    run_id: str
-    version: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "version": self.version}
-
-    @classmethod
-    def from_json(cls, data: Any) -> AbortRequest:
-        record = _mapping(data, "abort request")
-        return cls(run_id=_text(record, "run_id"), version=_integer(record.get("version"), "version"))
-
-
 def protect_from_abort(request: Mapping[str, Any]) -> dict[str, Any]:
     """The same infer request, which ``/stage2/abort/`` leaves alone. Stock servers take the field and ignore it."""
     return {**request, "data_dict": {**request.get("data_dict", {}), "stage2": {_MAY_ABORT: False}}}
@@ -334,14 +233,6 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
     return tuple(_parse_completion(item) for item in data)
 
 
-def failed_requests(causes: Mapping[int, str], num_requests: int) -> dict[str, Any]:
-    """The body of an error answer to ``/infer/`` that names the requests at fault by their places."""
-    failures = [{"index": place, "cause": cause} for place, cause in sorted(causes.items())]
-    first = failures[0]
-    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
-    return {"detail": detail, "failures": failures}
-
-
 def parse_failed_places(record: Any) -> tuple[int, ...]:
     """Places of the requests that our server's error answer to ``/infer/`` names as failed; empty for any other."""
     failures = record.get("failures") if isinstance(record, Mapping) else None
@@ -360,7 +251,7 @@ def parse_served_model(data: Any) -> str | None:
 
 def parse_cache_reset(data: Any) -> bool:
     """True iff a cache reset reports success; its message ends in ``status: True`` or ``False``."""
-    message = _text(_mapping(data, "cache reset"), "message")
+    message = text(mapping(data, "cache reset"), "message")
     _, found, status = message.rpartition("status: ")
     if not found or status not in ("True", "False"):
         raise ProtocolError(f"a cache reset must report 'status: True' or 'status: False', got {message!r}")
@@ -369,34 +260,33 @@ def parse_cache_reset(data: Any) -> bool:
 
 def parse_stream_secret(data: Any) -> str:
     """What our server's answer to INIT_COMMUNICATOR says must be presented where it listens for weights."""
-    return _text(_mapping(data, "answer"), "secret")
+    return text(mapping(data, "answer"), "secret")
 
 
 def _parse_completion(item: Any) -> Completion:
-    output = _mapping(item, "output")
-    response = _mapping(output.get("response"), "response")
+    output = mapping(item, "output")
+    response = mapping(output.get("response"), "response")
     choices = response.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         raise ProtocolError("a response must hold exactly one choice (request n=1)")
-    choice = _mapping(choices[0], "choice")
-    text = _mapping(choice.get("message"), "message").get("content")
-    if not isinstance(text, str):
-        raise ProtocolError(f"message.content must be text, got {type(text).__name__}")
+    choice = mapping(choices[0], "choice")
+    content = mapping(choice.get("message"), "message").get("content")
+    if not isinstance(content, str):
+        raise ProtocolError(f"message.content must be text, got {type(content).__name__}")
     infos = output.get("rollout_infos") or {}
     stamp = infos.get("stage2") if isinstance(infos, Mapping) else None
-    stamp = _mapping(stamp, "rollout_infos.stage2") if stamp is not None else {}
-    version, seed = stamp.get("weight_version"), stamp.get("seed")
+    stamp = mapping(stamp, "rollout_infos.stage2") if stamp is not None else {}
     return Completion(
-        text=text,
-        token_ids=tuple(_integer_list(choice, "token_ids")),
-        finish_reason=_optional_text(choice, "finish_reason"),
-        prompt_token_ids=tuple(_integer_list(response, "prompt_token_ids")),
+        text=content,
+        token_ids=tuple(integer_list(choice, "token_ids")),
+        finish_reason=optional_text(choice, "finish_reason"),
+        prompt_token_ids=tuple(integer_list(response, "prompt_token_ids")),
         images_size=_sizes(response.get("images_size")),
         log_probs=_log_probs(choice.get("logprobs")),
-        weight_version=None if version is None else _integer(version, "weight_version"),
-        run_id=_optional_text(stamp, "run_id"),
-        incarnation=_optional_text(stamp, "incarnation"),
-        seed=None if seed is None else _integer(seed, "seed"),
+        weight_version=optional_integer(stamp, "weight_version"),
+        run_id=optional_text(stamp, "run_id"),
+        incarnation=optional_text(stamp, "incarnation"),
+        seed=optional_integer(stamp, "seed"),
     )
 
 
@@ -407,72 +297,14 @@ def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
         isinstance(size, Sequence) and len(size) == 2 for size in value
     ):
         raise ProtocolError("images_size must be a list of (width, height)")
-    return tuple((_integer(width, "width"), _integer(height, "height")) for width, height in value)
+    return tuple((integer(width, "width"), integer(height, "height")) for width, height in value)
 
 
 def _log_probs(value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
-    content = _mapping(value, "logprobs").get("content")
+    content = mapping(value, "logprobs").get("content")
     if not isinstance(content, list):
         raise ProtocolError("logprobs.content must be a list")
-    numbers = [_mapping(entry, "logprobs entry").get("logprob") for entry in content]
-    return tuple(_finite(number, "logprob") for number in numbers)
-
-
-def _finite(value: Any, what: str) -> float:
-    # An integer may be larger than any float; bool is one of Python's integers.
-    is_number = isinstance(value, float) or (type(value) is int and abs(value) <= _LARGEST_INTEGER)
-    if not is_number or not math.isfinite(value):
-        raise ProtocolError(f"{what} must be a finite number, got {_shown(value)}")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else type(value).__name__
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ProtocolError(f"{what} must be an object, got {type(value).__name__}")
-    return value
-
-
-def _text(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise ProtocolError(f"{key} must be text, got {type(value).__name__}")
-    return value
-
-
-def _optional_text(record: Mapping[str, Any], key: str) -> str | None:
-    return None if record.get(key) is None else _text(record, key)
-
-
-def _integer(value: Any, what: str) -> int:
-    if type(value) is not int:
-        raise ProtocolError(f"{what} must be an integer, got {type(value).__name__}")
-    if abs(value) > _LARGEST_INTEGER:
-        raise ProtocolError(f"{what} must be an integer of 64 bits, got one of {value.bit_length()}")
-    return value
-
-
-def _integer_list(record: Mapping[str, Any], key: str) -> list[int]:
-    value = record.get(key)
-    if not isinstance(value, list) or not all(type(n) is int and abs(n) <= _LARGEST_INTEGER for n in value):
-        raise ProtocolError(f"{key} must be a list of integers of 64 bits")
-    return value
-
-
-def _text_list(record: Mapping[str, Any], key: str) -> list[str]:
-    value = record.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ProtocolError(f"{key} must be a list of text")
-    return value
-
-
-def _text_map(record: Mapping[str, Any], key: str) -> dict[str, str]:
-    value = _mapping(record.get(key), key)
-    if not all(isinstance(item, str) for item in value.values()):
-        raise ProtocolError(f"every value of {key} must be text")
-    return dict(value)
+    numbers = [mapping(entry, "logprobs entry").get("logprob") for entry in content]
+    return tuple(finite(number, "logprob") for number in numbers)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from detection_task import make_task
 from PIL import Image
 
 from benchmarks import benches
@@ -49,7 +50,7 @@ def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path:
         [json.loads(line) for line in path.read_text().splitlines()] for path in (rows, poisoned)
     )
     changed = [index for index in range(len(before)) if before[index] != after[index]]
-    drawn = SampleSource(after, rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
+    drawn = SampleSource(after, make_task(), rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
     assert changed == [drawn[-1].key.index]
     with Image.open(after[changed[0]]["images"][0]) as image, pytest.raises(OSError, match="truncated"):
         image.load()

@@ -24,13 +24,13 @@ from swift_stage2.channel_b.answer_format import (
     read_format,
     standard_format,
 )
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, OBJECT_MAP, Dialect
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.channel_b.targets import render_target
 from swift_stage2.errors import ConfigError, DatasetError
 
 Object = tuple[str, tuple[int, int, int, int]]
-LIST, MAP = Dialect.OBJECT_LIST, Dialect.OBJECT_MAP
+LIST, MAP = OBJECT_LIST, OBJECT_MAP
 A: Object = ("a", (1, 2, 3, 4))
 B: Object = ("b", (5, 6, 7, 8))
 FENCED = '```json\n[\n  {"label": "a", "bbox_2d": [1, 2, 3, 4]},\n  {"label": "b", "bbox_2d": [5, 6, 7, 8]}\n]\n```'
@@ -80,7 +80,7 @@ class Style:
 
 STYLES = st.builds(
     Style,
-    dialect=st.sampled_from(list(Dialect)),
+    dialect=st.sampled_from(list(DIALECTS.values())),
     before=st.sampled_from(["", "```json\n", "```\n", "<think>\n\n</think>\n\n", "Objects:\n"]),
     after=st.sampled_from(["", "\n```", "\n```\n", " "]),
     box_first=st.booleans(),
@@ -167,7 +167,7 @@ def test_coordinate_tokens_weigh_as_coordinates() -> None:
     assert target.text[span.start : span.end] == "<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>"
 
 
-@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("dialect", list(DIALECTS.values()))
 def test_without_answers_a_dialect_has_its_standard(dialect: Dialect) -> None:
     assert learn_format([], dialect) == standard_format(dialect)
     assert standard_format(dialect).write([]) == {LIST: "[]", MAP: "{}"}[dialect]

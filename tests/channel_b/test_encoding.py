@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from real_model import make_encoder, make_task, make_template, rollout_of, sample_of, segment_of
+from real_model import (
+    answer_and_objects,
+    boxes_of,
+    make_encoder,
+    make_task,
+    make_template,
+    rollout_of,
+    sample_of,
+    segment_of,
+)
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.packing_line import make_target
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.errors import DatasetError, SampleError
@@ -117,17 +127,17 @@ def test_the_batch_is_what_the_templates_own_collator_gives(
 def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     sample = sample_of(rows[0])
     weights = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
-    first_box = encoder.encode_prompt(sample).boxes[1]
-    answer = f'[{{"bbox_2d": {list(first_box)}, "label": "{sample.labels[1]}"}}]'
+    first_box = boxes_of(encoder, sample)[1]
+    answer = f'[{{"bbox_2d": {list(first_box)}, "label": "{sample.truth.labels[1]}"}}]'
     segment = segment_of(encoder, make_task(weights=weights), sample, answer)
     tokenizer = make_template().tokenizer
     by_group: dict[float, str] = {}
     for token, weight in zip(segment.encoding["input_ids"], segment.encoding["loss_scale"], strict=True):
         by_group[weight] = by_group.get(weight, "") + tokenizer.decode([token])
-    assert by_group[weights[TokenGroup.MATCHED_LABEL]] == sample.labels[1]
+    assert by_group[weights[TokenGroup.MATCHED_LABEL]] == sample.truth.labels[1]
     matched = by_group[weights[TokenGroup.MATCHED_COORDINATES]]
     assert matched == ", ".join(map(str, first_box))
-    missed = [label for number, label in enumerate(sample.labels) if number != 1]
+    missed = [label for number, label in enumerate(sample.truth.labels) if number != 1]
     assert by_group[weights[TokenGroup.MISSED_LABEL]] == "".join(missed)
     assert by_group[weights[TokenGroup.CLOSURE]] == '"}]<|im_end|>\n'
     assert by_group[0.0].startswith("<|im_start|>user"), "the prompt carries no weight"
@@ -157,7 +167,7 @@ def test_another_prompt_than_the_servers_is_refused_with_numbers(
     prompt = encoder.encode_prompt(sample)
     server_ids = [*prompt.token_ids[:7], 99, *prompt.token_ids[7:]]
     rollout = rollout_of(sample, "", server_ids)
-    target = task.correct(rollout, sample.labels, prompt.boxes, encoder.tokenise)
+    target = make_target(rollout, prompt, encoder, task)
     expected = (
         f"num_server_tokens={len(server_ids)} num_learner_tokens={len(prompt.token_ids)} first_difference=7"
     )
@@ -184,7 +194,7 @@ def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: list[dict[s
 def test_ground_truth_is_converted_to_pixels_of_the_resized_image(
     encoder: Encoder, rows: list[dict[str, Any]], number: int
 ) -> None:
-    boxes = encoder.encode_prompt(sample_of(rows[number])).boxes
+    boxes = boxes_of(encoder, sample_of(rows[number]))
     assert boxes == _converted(rows[number], RESIZED)
     assert boxes != tuple(map(tuple, rows[number]["objects"]["bbox"])), "the image must really be resized"
 
@@ -193,7 +203,7 @@ def test_ground_truth_is_converted_to_pixels_of_the_resized_image(
 def test_ground_truth_is_converted_to_thousandths_for_a_template_that_speaks_them(
     thousandth_encoder: Encoder, rows: list[dict[str, Any]], number: int
 ) -> None:
-    boxes = thousandth_encoder.encode_prompt(sample_of(rows[number])).boxes
+    boxes = boxes_of(thousandth_encoder, sample_of(rows[number]))
     assert boxes == _converted(rows[number], (1000, 1000))
 
 
@@ -206,13 +216,11 @@ def test_matching_and_target_happen_in_the_templates_space(
     sample, row = sample_of(rows[0]), rows[0]
     boxes = _converted(row, space)
     last = len(boxes) - 1
-    answer = f'[{{"bbox_2d": {list(boxes[last])}, "label": "{sample.labels[last]}"}}]'
+    answer = f'[{{"bbox_2d": {list(boxes[last])}, "label": "{sample.truth.labels[last]}"}}]'
     prompt = encoder.encode_prompt(sample)
-    target = make_task().correct(
-        rollout_of(sample, answer, prompt.token_ids), sample.labels, prompt.boxes, encoder.tokenise
-    )
+    target = make_target(rollout_of(sample, answer, prompt.token_ids), prompt, encoder, make_task())
     assert (target.quality.num_pairs, target.quality.sum_iou) == (1, pytest.approx(1.0))
-    expected = [(sample.labels[n], boxes[n]) for n in (last, *range(last))]
+    expected = [(sample.truth.labels[n], boxes[n]) for n in (last, *range(last))]
     assert [(found.label, found.box) for found in parse_rollout(target.text).objects] == expected
 
 
@@ -220,10 +228,10 @@ def test_original_pixels_do_not_match_in_thousandths(
     thousandth_encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     sample = sample_of(rows[0])
-    objects = zip(rows[0]["objects"]["bbox"], sample.labels, strict=True)
+    objects = zip(rows[0]["objects"]["bbox"], sample.truth.labels, strict=True)
     answer = ", ".join(f'{{"bbox_2d": {box}, "label": "{label}"}}' for box, label in objects)
     segment = segment_of(thousandth_encoder, make_task(), sample, f"[{answer}]")
-    assert segment.quality.num_predictions == len(sample.labels)
+    assert segment.quality.num_predictions == len(sample.truth.labels)
     assert segment.quality.num_pairs == 0
 
 
@@ -234,7 +242,7 @@ def test_a_box_outside_its_image_is_refused(
     row = copy.deepcopy(rows[0])
     row["objects"]["bbox"][0][2] = 160
     with pytest.raises(SampleError, match="a box must lie inside its image, got bbox="):
-        request.getfixturevalue(fixture).encode_prompt(sample_of(row))
+        boxes_of(request.getfixturevalue(fixture), sample_of(row))
 
 
 def test_the_row_is_left_as_it_was(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
@@ -242,7 +250,7 @@ def test_the_row_is_left_as_it_was(encoder: Encoder, rows: list[dict[str, Any]])
     sample = sample_of(rows[0])
     encoder.request(sample)
     encoder.encode_prompt(sample)
-    encoder.check_answer_format(sample)
+    encoder.answer_of(sample)
     assert rows[0] == before
 
 
@@ -315,7 +323,7 @@ def test_an_image_index_out_of_range_is_a_bad_sample(encoder: Encoder, rows: lis
     row = copy.deepcopy(rows[0])
     row["objects"]["image_id"] = [3] * len(row["objects"]["bbox"])
     with pytest.raises(SampleError, match="IndexError"):
-        encoder.encode_prompt(sample_of(row))
+        boxes_of(encoder, sample_of(row))
 
 
 # --- channel A's answer --------------------------------------------------------------------------
@@ -326,19 +334,19 @@ def test_channel_as_own_answer_spells_out_the_ground_truth(
     request: pytest.FixtureRequest, rows: list[dict[str, Any]], space: tuple[int, int], fixture: str
 ) -> None:
     sample = sample_of(rows[0])
-    answer, objects = request.getfixturevalue(fixture).check_answer_format(sample)
+    answer, objects = answer_and_objects(request.getfixturevalue(fixture), sample)
     boxes = _converted(rows[0], space)
-    assert objects == tuple(zip(sample.labels, boxes, strict=True))
+    assert objects == tuple(zip(sample.truth.labels, boxes, strict=True))
     listed = ", ".join(
         f'{{"bbox_2d": {list(box)}, "label": "{label}"}}'
-        for label, box in zip(sample.labels, boxes, strict=True)
+        for label, box in zip(sample.truth.labels, boxes, strict=True)
     )
     assert answer == f"[{listed}]"
 
 
 def test_a_row_without_answer_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     with pytest.raises(DatasetError, match="a row needs an assistant message"):
-        encoder.check_answer_format(sample_of({**rows[0], "messages": rows[0]["messages"][:1]}))
+        encoder.answer_of(sample_of({**rows[0], "messages": rows[0]["messages"][:1]}))
 
 
 # --- one thread owns the encoder -------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
+from swift_stage2.channel_b.ground_truth import TrueObjects, lists_objects, read_ground_truth
 from swift_stage2.errors import SampleError
 
 
@@ -14,10 +14,10 @@ def _row(ref: Any, bbox: Any) -> dict[str, Any]:
 
 
 def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
-    labels, boxes = read_ground_truth(_row([" a ", "b"], [[1, 2, 3, 4], (0.5, 0, 0.5, 7.25)]))
-    assert labels == ("a", "b")
-    assert boxes == ((1.0, 2.0, 3.0, 4.0), (0.5, 0.0, 0.5, 7.25))
-    assert all(type(number) is float for box in boxes for number in box)
+    truth = read_ground_truth(_row([" a ", "b"], [[1, 2, 3, 4], (0.5, 0, 0.5, 7.25)]))
+    assert truth.labels == ("a", "b")
+    assert truth.boxes == ((1.0, 2.0, 3.0, 4.0), (0.5, 0.0, 0.5, 7.25))
+    assert all(type(number) is float for box in truth.boxes for number in box)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_what_cannot_be_used_is_refused_with_its_value(row: dict[str, Any], mess
 
 
 def test_boxes_without_area_are_usable() -> None:
-    assert read_ground_truth(_row(["a"], [[3, 3, 3, 3]])) == (("a",), ((3.0, 3.0, 3.0, 3.0),))
+    assert read_ground_truth(_row(["a"], [[3, 3, 3, 3]])) == TrueObjects(("a",), ((3.0, 3.0, 3.0, 3.0),))
 
 
 def test_an_image_without_objects_is_a_ground_truth() -> None:
-    assert read_ground_truth(_row([], [])) == ((), ())
-    assert read_ground_truth({"objects": {"bbox": []}}) == ((), ())
+    assert read_ground_truth(_row([], [])) == TrueObjects((), ())
+    assert read_ground_truth({"objects": {"bbox": []}}) == TrueObjects((), ())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.parsing import Dialect, PredictedObject, parse_rollout
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
+from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.records import ObjectDropReason
 
 A = PredictedObject("a", (1, 2, 3, 4))
@@ -275,7 +276,7 @@ def test_unknown_dialect_names_the_valid_ones() -> None:
 
 
 def test_the_result_is_immutable_and_travels_between_processes() -> None:
-    parsed = parse_rollout(f"[7, 8, {TEXT_A}, {{}}]", Dialect.OBJECT_LIST)
+    parsed = parse_rollout(f"[7, 8, {TEXT_A}, {{}}]", OBJECT_LIST)
     assert parsed.dropped == {"not_an_object": 2, "missing_box": 1}
     assert parsed.dropped[ObjectDropReason.NOT_AN_OBJECT] == 2
     with pytest.raises(TypeError):
@@ -297,7 +298,7 @@ def well_formed(objects: list[tuple[str, list[int]]], dialect: str, **style: Any
     return json.dumps(members, **style)
 
 
-@given(OBJECTS, st.sampled_from(list(Dialect)), st.booleans(), st.sampled_from([None, 2]), st.data())
+@given(OBJECTS, st.sampled_from(list(DIALECTS)), st.booleans(), st.sampled_from([None, 2]), st.data())
 def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     objects: list[tuple[str, list[int]]],
     dialect: str,
@@ -355,7 +356,7 @@ PIECES = st.sampled_from(
 )
 
 
-@given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(Dialect)))
+@given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(DIALECTS)))
 def test_no_text_raises(text: str, dialect: str) -> None:
     parsed = parse_rollout(text, dialect)
     assert all(count > 0 and reason in ObjectDropReason for reason, count in parsed.dropped.items())
@@ -387,7 +388,7 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("dialect", list(DIALECTS))
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
 def test_work_grows_with_the_length_only(make: Callable[[int], str], dialect: str) -> None:
     short, long = count_lines(make(1_000), dialect), count_lines(make(8_000), dialect)
@@ -397,7 +398,7 @@ def test_work_grows_with_the_length_only(make: Callable[[int], str], dialect: st
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
 def test_long_hostile_texts_neither_recurse_nor_hang(make: Callable[[int], str]) -> None:
     # Work inside the regular expressions is invisible to a line count; quadratic, it would not end here.
-    for dialect in Dialect:
+    for dialect in DIALECTS.values():
         assert parse_rollout(make(200_000), dialect).objects == ()
 
 

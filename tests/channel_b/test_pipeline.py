@@ -236,6 +236,7 @@ def make_bench(
         events = Recorder(ledger=Ledger(AuditLog(ledger_path)))
         source = SampleSource(
             rows if data is None else data,
+            make_task(),
             rank=0,
             world_size=1,
             seed=1,
@@ -245,6 +246,7 @@ def make_bench(
         client = StandInClient(clock, server_encoder, events.ledger)
         evaluation = RankEvaluation(
             rows,
+            make_task(),
             num_samples=5,
             rank=0,
             world_size=1,

@@ -67,9 +67,7 @@ def rollouts_of(encoder: Encoder, rows: list[dict[str, Any]]) -> list[Rollout]:
     """Every row answered with its own ground truth."""
     samples = [sample_of(row, position) for position, row in enumerate(rows)]
     return [
-        rollout_of(
-            sample, encoder.check_answer_format(sample)[0], encoder.encode_prompt(sample).token_ids, version=3
-        )
+        rollout_of(sample, encoder.answer_of(sample), encoder.encode_prompt(sample).token_ids, version=3)
         for sample in samples
     ]
 

@@ -81,7 +81,7 @@ class StandInClient:
         return BatchOutcome(rollouts=tuple(map(self.rollout, samples)), num_posts=1)
 
     def rollout(self, sample: Sample) -> Rollout:
-        text, _ = self._encoder.check_answer_format(sample)
+        text = self._encoder.answer_of(sample)
         return rollout_of(sample, text, self._encoder.encode_prompt(sample).token_ids, version=self.version)
 
 
@@ -94,6 +94,7 @@ class Scene:
         defaults: dict[str, Any] = {"num_samples": NUM_SAMPLES, "world_size": 2}
         self.part = RankEvaluation(
             rows,
+            make_task(),
             rank=rank,
             client=self.client,
             make_request=encoder.request,
@@ -273,13 +274,24 @@ def test_rows_that_cannot_be_used_fail_and_the_others_count(
     assert "another prompt" in scene.events.given_up_rows[4]
 
 
+def _target(quality: MatchQuality, metrics: dict[str, tuple[float, float]]) -> Target:
+    return Target("", (), (), quality, metrics=metrics)
+
+
 def test_counts_add_up_over_ranks() -> None:
-    one = EvaluationCounts(num_wanted=3).with_answer(MatchQuality(4, 5, 2, 1.5, 0, 1))
-    two = EvaluationCounts(num_wanted=2, num_failed=1).with_answer(MatchQuality(1, 1, 1, 0.25, 0, 0))
-    both = EvaluationCounts.decode([a + b for a, b in zip(one.encode(), two.encode(), strict=True)])
-    assert both == EvaluationCounts(5, 2, 1, 1, 5, 6, 3, 1.75)
+    nothing = {"exact": (0.0, 0.0), "other": (0.0, 0.0)}
+    one = EvaluationCounts(num_wanted=3, metrics=nothing).with_answer(
+        _target(MatchQuality(4, 5, 2, 1.5, 0, 1), {"exact": (1, 2)})
+    )
+    two = EvaluationCounts(num_wanted=2, num_failed=1, metrics=nothing).with_answer(
+        _target(MatchQuality(1, 1, 1, 0.25, 0, 0), {"exact": (0.5, 1)})
+    )
+    both = one.decode([a + b for a, b in zip(one.encode(), two.encode(), strict=True)])
+    own = {"exact": (1.5, 3.0), "other": (0.0, 0.0)}
+    assert both == EvaluationCounts(5, 2, 1, 1, 5, 6, 3, 1.75, own)
     assert both.ratios == {
         "precision": 3 / 5, "recall": 3 / 6, "f1": 6 / 11, "mean_iou": 1.75 / 3, "truncated_ratio": 0.5,
+        "exact": 0.5,
     }  # fmt: skip
     assert EvaluationCounts().ratios == {}
 
@@ -316,7 +328,7 @@ def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training
         assert call.config["top_p"] == DECODING.top_p
         assert call.config["max_tokens"] == DECODING.max_new_tokens
         assert (scene.events.posts, training.posts) == ([(server.url, 5)], [])
-        sample = Sample(SampleKey(0, 0, 0), rows[0], (), ())
+        sample = Sample(SampleKey(0, 0, 0), rows[0])
         client.generate([sample], [encoder.request(sample)])
         assert server.calls[-1].config["temperature"] == DECODING.temperature
         assert (len(scene.events.posts), training.posts) == (1, [(server.url, 5)])

@@ -82,8 +82,7 @@ def make_client(*servers: FakeRolloutServer | str, fence: InferFence, **changes:
 
 def make_samples(count: int, first: int = 0) -> list[Sample]:
     return [
-        Sample(SampleKey(epoch=0, position=n, index=100 + n), row={}, labels=(), boxes=())
-        for n in range(first, first + count)
+        Sample(SampleKey(epoch=0, position=n, index=100 + n), row={}) for n in range(first, first + count)
     ]
 
 

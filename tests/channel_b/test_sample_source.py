@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from detection_task import make_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,7 +31,7 @@ def _rows(count: int) -> list[dict[str, Any]]:
 
 
 def _source(count: int = NUM_ROWS, *, rank: int = 0, world_size: int = 1, seed: int = 3) -> SampleSource:
-    return SampleSource(_rows(count), rank=rank, world_size=world_size, seed=seed)
+    return SampleSource(_rows(count), make_task(), rank=rank, world_size=world_size, seed=seed)
 
 
 def _settle(source: SampleSource, keys: Sequence[SampleKey]) -> None:
@@ -73,12 +74,12 @@ def test_rows_without_objects_are_as_if_they_were_not_there(flags: list[bool], w
         row if flag else {"id": row["id"], "objects": None}
         for row, flag in zip(_rows(len(flags)), flags, strict=True)
     ]
-    usable = usable_rows(rows, RowsWithoutObjects.CHANNEL_A_ONLY)
+    usable = usable_rows(rows, make_task(), RowsWithoutObjects.CHANNEL_A_ONLY)
     assert list(usable) == [number for number, flag in enumerate(flags) if flag]
     for rank in range(world_size):
-        source = SampleSource(rows, rank=rank, world_size=world_size, seed=5, usable=usable)
+        source = SampleSource(rows, make_task(), rank=rank, world_size=world_size, seed=5, usable=usable)
         others_left_out = SampleSource(
-            [rows[number] for number in usable], rank=rank, world_size=world_size, seed=5
+            [rows[number] for number in usable], make_task(), rank=rank, world_size=world_size, seed=5
         )
         num_draws = 2 * len(usable) + 1
         drawn, expected = source.draw(num_draws), others_left_out.draw(num_draws)
@@ -90,18 +91,18 @@ def test_rows_without_objects_are_as_if_they_were_not_there(flags: list[bool], w
         outstanding = [[*key[:2], usable[key[2]], key[3]] for key in expected_state["outstanding"]]
         assert state == expected_state | {"outstanding": outstanding}
         assert state["num_rows"] == len(usable), "what a report counts positions by"
-        resumed = SampleSource(rows, rank=rank, world_size=world_size, seed=5, usable=usable)
+        resumed = SampleSource(rows, make_task(), rank=rank, world_size=world_size, seed=5, usable=usable)
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
 
 
 def test_too_few_rows_with_objects_are_refused_with_both_numbers() -> None:
     with pytest.raises(DatasetError, match=r"num_rows=2 \(of 7; the others list no objects\) world_size=3"):
-        SampleSource(_rows(7), rank=0, world_size=3, seed=0, usable=(1, 4))
+        SampleSource(_rows(7), make_task(), rank=0, world_size=3, seed=0, usable=(1, 4))
 
 
 def test_by_default_every_row_may_be_drawn() -> None:
-    assert usable_rows([{}, {}], RowsWithoutObjects.REFUSE) == range(2)
+    assert usable_rows([{}, {}], make_task(), RowsWithoutObjects.REFUSE) == range(2)
 
 
 def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
@@ -132,8 +133,8 @@ def test_a_sample_carries_its_row_labels_and_boxes() -> None:
     assert drawn.error is None
     number = drawn.key.index
     assert drawn.sample.row["id"] == number
-    assert drawn.sample.labels == (f"label {number}",)
-    assert drawn.sample.boxes == ((0.0, 0.0, float(number), float(number)),)
+    assert drawn.sample.truth.labels == (f"label {number}",)
+    assert drawn.sample.truth.boxes == ((0.0, 0.0, float(number), float(number)),)
     assert drawn.sample.key == drawn.key
 
 
@@ -162,7 +163,7 @@ def test_a_settled_sample_cannot_come_back() -> None:
 def test_bad_rows_are_told_with_their_key_and_stay_outstanding() -> None:
     rows = _rows(3)
     rows[1] = {"objects": {"ref": ["x"], "bbox": [[5, 0, 1, 1]]}}
-    source = SampleSource(rows, rank=0, world_size=1, seed=0)
+    source = SampleSource(rows, make_task(), rank=0, world_size=1, seed=0)
     drawn = {item.key.index: item for item in source.draw(3)}
     assert drawn[1].sample is None
     assert isinstance(drawn[1].error, SampleError)

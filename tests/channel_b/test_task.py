@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from real_model import make_encoder, make_task, make_template, rollout_of, sample_of
+from real_model import answer_and_objects, make_encoder, make_task, make_template, rollout_of, sample_of
 
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.ground_truth import TrueObjects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target
 
@@ -24,7 +25,7 @@ def _characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]
 
 
 def _rollout(text: str, *, truncated: bool = False) -> Rollout:
-    sample = Sample(SampleKey(0, 0, 0), {}, LABELS, tuple(map(_floats, BOXES)))
+    sample = Sample(SampleKey(0, 0, 0), {}, TrueObjects(LABELS, tuple(map(_floats, BOXES))))
     rollout = rollout_of(sample, text, ())
     return Rollout(**{name: getattr(rollout, name) for name in rollout.__slots__} | {"truncated": truncated})
 
@@ -39,7 +40,7 @@ def _answer(*objects: tuple[str, Sequence[int]]) -> str:
 
 
 def _correct(task: DetectionTask, text: str, **options: Any) -> Target:
-    return task.correct(_rollout(text, **options), LABELS, BOXES, _characters)
+    return task.correct(_rollout(text, **options), list(zip(LABELS, BOXES, strict=True)), _characters)
 
 
 def _objects(target: Target, dialect: str = "object_list") -> list[tuple[str, tuple[int, ...]]]:
@@ -124,12 +125,12 @@ def test_channel_as_real_answers_pass_in_their_own_dialect(
     rows: list[dict[str, Any]], options: dict[str, str]
 ) -> None:
     encoder = make_encoder(make_template(**options))
-    answer, objects = encoder.check_answer_format(sample_of(rows[0]))
+    answer, objects = answer_and_objects(encoder, sample_of(rows[0]))
     make_task("object_list").check_answer(answer, objects)
 
 
 def test_channel_as_real_answers_are_refused_in_the_other_dialect(rows: list[dict[str, Any]]) -> None:
-    answer, objects = make_encoder().check_answer_format(sample_of(rows[0]))
+    answer, objects = answer_and_objects(make_encoder(), sample_of(rows[0]))
     with pytest.raises(ConfigError) as caught:
         make_task("object_map").check_answer(answer, objects)
     message = str(caught.value)
@@ -146,7 +147,7 @@ def test_real_answers_in_the_map_dialect_pass_there_only(rows: list[dict[str, An
     )
     messages = [rows[0]["messages"][0], {"role": "assistant", "content": f"{{{entries}}}"}]
     sample = sample_of({**rows[0], "messages": messages})
-    answer, objects = make_encoder().check_answer_format(sample)
+    answer, objects = answer_and_objects(make_encoder(), sample)
     make_task("object_map").check_answer(answer, objects)
     with pytest.raises(ConfigError, match="dialect=object_list"):
         make_task("object_list").check_answer(answer, objects)
@@ -155,7 +156,7 @@ def test_real_answers_in_the_map_dialect_pass_there_only(rows: list[dict[str, An
 def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: list[dict[str, Any]]) -> None:
     template = make_template()
     template.bbox_format = "legacy"
-    answer, objects = make_encoder(template).check_answer_format(sample_of(rows[0]))
+    answer, objects = answer_and_objects(make_encoder(template), sample_of(rows[0]))
     assert "<|box_start|>" in answer
     with pytest.raises(ConfigError, match="set QWENVL_BBOX_FORMAT=new"):
         make_task().check_answer(answer, objects)
@@ -165,7 +166,7 @@ def test_an_answer_in_another_coordinate_space_is_refused(rows: list[dict[str, A
     """Boxes that are written out in original pixels pass through the template unconverted."""
     written = _answer(*zip(rows[0]["objects"]["ref"], rows[0]["objects"]["bbox"], strict=True))
     messages = [rows[0]["messages"][0], {"role": "assistant", "content": written}]
-    answer, objects = make_encoder().check_answer_format(sample_of({**rows[0], "messages": messages}))
+    answer, objects = answer_and_objects(make_encoder(), sample_of({**rows[0], "messages": messages}))
     assert answer == written
     with pytest.raises(ConfigError, match="placeholders <bbox> and <ref-object>"):
         make_task().check_answer(answer, objects)

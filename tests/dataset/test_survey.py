@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from row_files import ANSWER, make_image, make_row, write_rows
 
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.survey import MOST_KEPT, survey
 
@@ -113,8 +113,8 @@ def test_faults_are_counted_beyond_those_kept(tmp_path: Path, image: str) -> Non
 def test_a_configured_dialect_decides_whatever_most_rows_write(tmp_path: Path, image: str) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [make_row(image, answer=MAP_ANSWER)] * 3)
     assert survey([file]).num_faults == 0
-    assert survey([file], dialect=Dialect.OBJECT_MAP).num_faults == 0
-    found = survey([file], dialect=Dialect.OBJECT_LIST)
+    assert survey([file], dialect=OBJECT_MAP).num_faults == 0
+    found = survey([file], dialect=OBJECT_LIST)
     assert found.counts == {Rule.FORMAT: 3}
     assert "dialect=object_map, stage2_ab.channel_b.target.dialect=object_list" in found.faults[0].reason
 

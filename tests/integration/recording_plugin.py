@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import torch
-from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 
-from swift_stage2.trainer import Stage2Trainer
+from swift_stage2 import Stage2Trainer
+from swift_stage2.training.stage2_trainer import register_trainer
 
 WORKER = "swift_stage2.channel_b.preprocessing_worker"
 
@@ -104,4 +104,4 @@ def _inject(trainer, step):
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")
 
 
-TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{RecordingTrainer.__module__}.RecordingTrainer"
+register_trainer(RecordingTrainer)

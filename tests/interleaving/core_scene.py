@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from detection_task import make_task
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, Setting
@@ -364,7 +365,7 @@ class CoreScene:
         setting, parts = self.setting, self._parts
         control = VirtualControlGroup(rank, self._room)
         fence, clock = parts.fence(start_closed=True), VersionClock()
-        source = SampleSource(_ROWS, rank=rank, world_size=setting.num_ranks, seed=0)
+        source = SampleSource(_ROWS, make_task(), rank=rank, world_size=setting.num_ranks, seed=0)
         client = CoreClient(self, rank, fence)
         pipeline = parts.pipeline(self, rank, client, source, clock)
         queue = parts.queue(setting.queue_limit, setting.version_window, pipeline.on_drop)

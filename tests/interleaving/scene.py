@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
 from swift_stage2.evaluation import PinnedEvaluation
@@ -83,7 +84,7 @@ class StubEncoder:
         return {"messages": [], "row": sample.row["index"]}
 
     def encode_prompt(self, sample: Sample) -> PromptEncoding:
-        return PromptEncoding({}, (1,), ())
+        return PromptEncoding({}, (1,), lambda coordinates: ())
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         return (1,), ((0, 1),)
@@ -101,15 +102,19 @@ class StubEncoder:
         return {}
 
 
-class StubTask:
-    closing_weight = 1.0
+class StubTask(Task):
+    def read_truth(self, row: Mapping[str, Any]) -> None:
+        return None
 
     def correct(self, *parts: Any) -> Target:
         return Target("", (1,), (1.0,), _QUALITY)
 
+    def check_answer(self, *parts: Any) -> None:
+        raise AssertionError("nobody asks")
+
 
 def _preprocessor(encoder: StubEncoder) -> ThreadPreprocessor:
-    return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)  # type: ignore[arg-type]
+    return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
 
 
 class EvaluationEvents(Unrecorded):
@@ -364,7 +369,7 @@ class Scene:
         fence = parts.fence(start_closed=True)
         clock = VersionClock()
         told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
-        source = parts.source(_ROWS, rank=rank, world_size=setting.num_ranks, seed=0, events=told)
+        source = parts.source(_ROWS, StubTask(), rank=rank, world_size=setting.num_ranks, seed=0, events=told)
         told.start(
             run_id="run",
             step=0,
@@ -477,6 +482,7 @@ class Scene:
         encoder = StubEncoder(self, rank)
         part = WatchedEvaluation(
             _ROWS,
+            StubTask(),
             num_samples=setting.evaluation_samples,
             rank=rank,
             world_size=setting.num_ranks,

@@ -21,7 +21,7 @@ from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_sou
 from swift_stage2.channel_b.rollout_client import client, lane, seeds, share, trust
 from swift_stage2.scheduling import version_clock
 from swift_stage2.servers import call as server_call
-from swift_stage2.servers import cuttable_call, pending_abort
+from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import bucket as weight_bucket
@@ -326,7 +326,7 @@ class Executor:
 
 
 _WITH_THREADING = (
-    bucket_handover, client, cuttable_call, evaluation, fence, lane, pipeline, ready_queue, sample_source,
+    bucket_handover, client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
     seeds, server_call, server_push, suspect_probe, trust, version_clock, weight_bucket,
 )  # fmt: skip
 _WITH_TIME = (

@@ -10,16 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import make_encoder, make_task, make_template, rollout_of, sample_of, segment_of
+from real_model import (
+    answer_and_objects,
+    boxes_of,
+    make_encoder,
+    make_task,
+    make_template,
+    rollout_of,
+    sample_of,
+    segment_of,
+)
 
+from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing_line import make_pack
+from swift_stage2.channel_b.packing_line import make_pack, make_target
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.preprocessing import Prepared, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.task import DetectionTask
 from swift_stage2.errors import ConfigError, DatasetError
-from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.telemetry.trace import Trace
 
@@ -58,8 +66,7 @@ def encoder() -> Encoder:
 
 
 def _learned(rows: list[dict[str, Any]], encoder: Encoder, dialect: str = "object_list") -> DetectionTask:
-    task = make_task(dialect)
-    return task.with_format(learn_answer_format(rows, sample_of(rows[0]), encoder, task))
+    return make_task(dialect).learn(rows, sample_of(rows[0]), encoder)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
         channel_a = template.encode(copy.deepcopy(row))
         supervised = [token for token in channel_a["labels"] if token != -100]
         sample = sample_of(row)
-        answer, objects = encoder.check_answer_format(sample)
+        answer, objects = answer_and_objects(encoder, sample)
         task.check_answer(answer, objects)
         segment = segment_of(encoder, task, sample, answer)
         assert segment.quality.num_pairs == len(objects) > 0
@@ -101,7 +108,7 @@ def test_what_was_learned_reaches_the_preprocessing_process(
         assert isinstance(found, Prepared)
         assert isinstance(expected, Prepared)
         assert found.target == expected.target
-        assert found.target.text == encoder.check_answer_format(sample)[0]
+        assert found.target.text == encoder.answer_of(sample)
 
 
 def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encoder: Encoder) -> None:
@@ -133,13 +140,13 @@ def test_a_label_that_its_placeholder_does_not_escape_is_refused(
     with pytest.raises(ConfigError, match="no quote or line break in a label"):
         _learned([rows[0], row], encoder)
     with pytest.raises(ConfigError, match="which channel B would write"):
-        make_task().check_answer(*encoder.check_answer_format(sample_of(row)))
+        make_task().check_answer(*answer_and_objects(encoder, sample_of(row)))
 
 
 def test_an_answer_that_leaves_an_object_out_is_refused_with_both_texts(
     rows: list[dict[str, Any]], encoder: Encoder
 ) -> None:
-    answer, objects = encoder.check_answer_format(sample_of(rows[0]))
+    answer, objects = answer_and_objects(encoder, sample_of(rows[0]))
     with pytest.raises(ConfigError) as caught:
         make_task().check_answer(answer, objects[:-1])
     assert objects[-1][0] in str(caught.value)
@@ -149,7 +156,7 @@ def test_an_answer_that_leaves_an_object_out_is_refused_with_both_texts(
 def test_an_answer_without_a_closed_list_is_refused(
     rows: list[dict[str, Any]], encoder: Encoder, answer: str
 ) -> None:
-    text, objects = encoder.check_answer_format(sample_of(_without_objects(rows[0], answer)))
+    text, objects = answer_and_objects(encoder, sample_of(_without_objects(rows[0], answer)))
     assert (text, objects) == (answer, ())
     with pytest.raises(ConfigError, match=r"which channel B would write '\[\]'"):
         make_task().check_answer(text, objects)
@@ -161,7 +168,7 @@ def test_written_out_answers_are_learned_too(rows: list[dict[str, Any]]) -> None
     written = []
     for row in rows[:3]:
         labelled = {**row, "objects": {**row["objects"], "ref": ['é "x"'] * len(row["objects"]["ref"])}}
-        boxes = encoder.encode_prompt(sample_of(labelled)).boxes
+        boxes = boxes_of(encoder, sample_of(labelled))
         answer = [{"label": 'é "x"', "bbox_2d": list(box)} for box in boxes]
         content = json.dumps(answer, indent=1)
         written.append(
@@ -171,12 +178,10 @@ def test_written_out_answers_are_learned_too(rows: list[dict[str, Any]]) -> None
     assert task.answer_format.ensure_ascii
     for row in written:
         sample = sample_of(row)
-        answer_text, objects = encoder.check_answer_format(sample)
+        answer_text, objects = answer_and_objects(encoder, sample)
         task.check_answer(answer_text, objects)
         prompt = encoder.encode_prompt(sample)
-        target = task.correct(
-            rollout_of(sample, answer_text, ()), sample.labels, prompt.boxes, encoder.tokenise
-        )
+        target = make_target(rollout_of(sample, answer_text, ()), prompt, encoder, task)
         assert target.text == answer_text == row["messages"][1]["content"]
 
 
@@ -205,8 +210,8 @@ def test_only_the_last_answer_of_a_conversation_is_compared(
         {"role": "assistant", "content": "Shapes."},
         {"role": "user", "content": "Where?"},
     ]
-    answer, objects = encoder.check_answer_format(
-        sample_of({**rows[0], "messages": [*turns, rows[0]["messages"][1]]})
+    answer, objects = answer_and_objects(
+        encoder, sample_of({**rows[0], "messages": [*turns, rows[0]["messages"][1]]})
     )
     assert answer.startswith('[{"bbox_2d"')
     make_task().check_answer(answer, objects)
@@ -223,7 +228,7 @@ def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
     written = [_written(rows[0], spell), _without_objects(rows[1], answer)]
     task = _learned(written, encoder)
     sample = sample_of(written[1])
-    hallucinated = encoder.check_answer_format(sample_of(written[0]))[0]
+    hallucinated = encoder.answer_of(sample_of(written[0]))
     segment = segment_of(encoder, task, sample, hallucinated)
     channel_a = template.encode(copy.deepcopy(written[1]))
     assert segment.encoding["labels"] == channel_a["labels"]

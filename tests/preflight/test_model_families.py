@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES, family_directory, family_template, load_family
-from real_model import make_encoder, make_task, sample_of, summed_loss
+from real_model import answer_and_objects, boxes_of, make_encoder, make_task, sample_of, summed_loss
 from safetensors.torch import load_file, save_file
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.errors import ConfigError
-from swift_stage2.preflight.answer_format import learn_answer_format
 from swift_stage2.preflight.packing_isolation import IsolationChange, isolation_batches, measure_isolation
 from swift_stage2.weights.export import WeightExport
 
@@ -117,16 +116,16 @@ def _written_out(name: str) -> str:
 def test_boxes_are_in_the_space_that_the_family_learned(family: Loaded, image: str) -> None:
     prompt = family.encoder.encode_prompt(sample_of(_row(image)))
     assert prompt.space == SPACES[family.name]
-    assert prompt.boxes == (tuple(_box_in(SPACES[family.name])),)
+    assert boxes_of(family.encoder, sample_of(_row(image))) == (tuple(_box_in(SPACES[family.name])),)
 
 
 def test_placeholders_become_plain_json_but_for_internvl(family: Loaded, image: str) -> None:
-    text, _ = family.encoder.check_answer_format(sample_of(_row(image)))
+    text = family.encoder.answer_of(sample_of(_row(image)))
     box = _box_in(SPACES[family.name])
     if family.name == "internvl":
         assert text == f'[{{"bbox_2d": <box>[{box}]</box>, "label": "<ref>cup</ref>"}}]'
         with pytest.raises(ConfigError, match="must be the format of channel A's answers"):
-            learn_answer_format([_row(image)], sample_of(_row(image)), family.encoder, make_task())
+            make_task().learn([_row(image)], sample_of(_row(image)), family.encoder)
     else:
         assert text == f'[{{"bbox_2d": {box}, "label": "cup"}}]'
 
@@ -134,8 +133,8 @@ def test_placeholders_become_plain_json_but_for_internvl(family: Loaded, image: 
 def test_answers_that_are_written_out_are_learned_by_every_family(family: Loaded, image: str) -> None:
     row = _row(image, _written_out(family.name))
     task = make_task()
-    task = task.with_format(learn_answer_format([row], sample_of(row), family.encoder, task))
-    answer, objects = family.encoder.check_answer_format(sample_of(row))
+    task = task.learn([row], sample_of(row), family.encoder)
+    answer, objects = answer_and_objects(family.encoder, sample_of(row))
     task.check_answer(answer, objects)
     assert answer == _written_out(family.name)
 

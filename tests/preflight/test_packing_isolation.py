@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count, pairwise
@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from real_model import make_encoder, make_task, read_rows, sample_of, summed_loss, tiny_model_with
-from sft_run import build_trainer
+from sft_run import build_trainer, channel_a_alone
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
@@ -33,7 +34,6 @@ from swift_stage2.preflight.packing_isolation import (
     measure_isolation,
 )
 from swift_stage2.records import Sample
-from swift_stage2.trainer import CONFIG_VARIABLE, Stage2Trainer
 
 IMAGE_SIZES = ((112, 112), (150, 100), (60, 200), (84, 84))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,21 +61,18 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def trainer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path
-) -> Iterator[Stage2Trainer]:
+) -> Stage2Trainer:
     directory = tmp_path_factory.mktemp("run")
-    config = directory / "config.yaml"
-    config.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CONFIG_VARIABLE, str(config))
-        trainer = build_trainer(
-            rows_file,
-            directory / "out",
-            trainer_class="swift_stage2.trainer.Stage2Trainer",
-            attn_impl=request.param,
-        )
-        trainer.train()
-        assert trainer.model.config._attn_implementation == request.param
-        yield trainer
+    trainer = build_trainer(
+        rows_file,
+        directory / "out",
+        trainer=Stage2Trainer,
+        given={"stage2": channel_a_alone()},
+        attn_impl=request.param,
+    )
+    trainer.train()
+    assert trainer.model.config._attn_implementation == request.param
+    return trainer
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from detection_task import make_task
 from PIL import Image
 from real_model import make_encoder, make_template, sample_of
 
@@ -85,7 +86,7 @@ def test_every_row_is_as_long_as_the_template_makes_it(
     expected = _true_lengths(mixed_rows, encoder)
     for number, (prompt, answer) in enumerate(expected):
         lengths = measure_lengths(
-            _config(tmp_path, 4096, 512), mixed_rows, range(number + 1), encoder, RowOrigins()
+            _config(tmp_path, 4096, 512), mixed_rows, range(number + 1), encoder, make_task(), RowOrigins()
         )
         assert lengths.segments.longest == max(sum(each) for each in expected[: number + 1])
         assert lengths.answers.longest == max(each[1] for each in expected[: number + 1])
@@ -102,7 +103,7 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     packing, new = sorted(totals)[9], sorted(answers)[11]
     config = _config(tmp_path, packing, new)
     origins = RowOrigins([file])
-    lengths = measure_lengths(config, mixed_rows, range(15), encoder, origins)
+    lengths = measure_lengths(config, mixed_rows, range(15), encoder, make_task(), origins)
     assert (lengths.num_rows, lengths.segments.num_rows) == (15, sum(total > packing for total in totals))
     assert lengths.answers.num_rows == sum(answer > new for answer in answers)
     longest = totals.index(max(totals))
@@ -116,7 +117,7 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     # Ranks measure their shares and join them.
     parts = [
         RowLengths.from_note(
-            measure_lengths(config, mixed_rows, range(rank, 15, 3), encoder, origins).to_note()
+            measure_lengths(config, mixed_rows, range(rank, 15, 3), encoder, make_task(), origins).to_note()
         )
         for rank in range(3)
     ]
@@ -128,7 +129,9 @@ def test_a_row_that_cannot_be_read_is_left_out(
 ) -> None:
     rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
     rows += [{**mixed_rows[0], "messages": messages} for messages in ([], None, [7], [{}])]
-    lengths = measure_lengths(_config(tmp_path, 4096, 512), rows, range(7), encoder, RowOrigins())
+    lengths = measure_lengths(
+        _config(tmp_path, 4096, 512), rows, range(7), encoder, make_task(), RowOrigins()
+    )
     assert lengths.num_rows == 1
     assert lengths.troubles == []
 

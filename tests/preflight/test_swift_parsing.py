@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from real_model import STAGE1
 
-from swift_stage2 import trainer
 from swift_stage2.demo import tiny_template
 from swift_stage2.errors import ConfigError
+from swift_stage2.preflight import swift_parsing
 
 PLUGIN = Path(tiny_template.__file__)
 
@@ -17,7 +17,7 @@ PLUGIN = Path(tiny_template.__file__)
 def refusal(capfd: pytest.CaptureFixture[str], output_dir: Path, *arguments: str) -> str:
     given = f"--model {STAGE1} --model_type stage2_tiny_vl --template stage2_tiny_vl --use_cpu true".split()
     with pytest.raises(ConfigError) as refused:
-        trainer.parse_swift_arguments([*given, "--output_dir", str(output_dir), *arguments])
+        swift_parsing.parse_swift_arguments([*given, "--output_dir", str(output_dir), *arguments])
     assert "usage:" not in capfd.readouterr().err
     message = str(refused.value)
     assert "\n" not in message

@@ -90,7 +90,7 @@ def _planned(step: int, channel: Channel) -> StepRecord:
 
 def completion(key: SampleKey) -> Rollout:
     return Rollout(
-        sample=Sample(key, {}, (), ()),
+        sample=Sample(key, {}),
         text=f"[{key.position}]",
         token_ids=(5, key.position),
         prompt_token_ids=(1,),

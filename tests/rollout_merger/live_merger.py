@@ -15,13 +15,12 @@ from typing import Any
 import httpx
 from fake_rollout_server import FakeRolloutServer, request
 
-from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol
 from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 LONGEST_WAIT_S = 20.0
 

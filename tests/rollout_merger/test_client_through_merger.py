@@ -39,7 +39,7 @@ def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
 
 
 def ask(client: RolloutClient, *texts: str, first: int = 0) -> BatchOutcome:
-    samples = [Sample(SampleKey(0, first + n, n), row={}, labels=(), boxes=()) for n in range(len(texts))]
+    samples = [Sample(SampleKey(0, first + n, n), row={}) for n in range(len(texts))]
     return client.generate(samples, [request(text) for text in texts])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,13 +11,13 @@ from fake_rollout_server import request
 
 from swift_stage2.errors import UpstreamLost
 from swift_stage2.rollout_merger.dispatcher import Dispatcher
-from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, parse_infer_body
-from swift_stage2.rollout_merger.upstream import Reply
+from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, mergeable
 from swift_stage2.servers import protocol
-from swift_stage2.servers.listener import bearer_check
+from swift_stage2.servers.call import Answer
+from swift_stage2.servers.http_app import bearer_check
 
 WAIT_S = 20.0
-OK = Reply(200, b"{}")
+OK = Answer(200, b"{}")
 
 
 class ScriptedUpstream:
@@ -27,10 +26,10 @@ class ScriptedUpstream:
     base_url = "http://server"
 
     def __init__(self) -> None:
-        self.behave: Callable[[str], Reply] = lambda path: OK
+        self.behave: Callable[[str], Answer] = lambda path: OK
         self.paths: list[str] = []
 
-    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Reply:
+    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Answer:
         self.paths.append(path)
         return self.behave(path)
 
@@ -65,7 +64,7 @@ def start(upstream: ScriptedUpstream, made: list[Dispatcher], *, needs_weights: 
 
 
 def part(text: str = "a") -> InferBody:
-    body = parse_infer_body(json.dumps({"infer_requests": [request(text)], "request_config": {}}).encode())
+    body = mergeable({"infer_requests": [request(text)], "request_config": {}})
     assert body is not None
     return body
 
@@ -75,7 +74,7 @@ def test_what_goes_wrong_in_a_control_call_is_its_callers_and_the_thread_lives(
 ) -> None:
     dispatcher = start(upstream, dispatchers)
 
-    def break_down(path: str) -> Reply:
+    def break_down(path: str) -> Answer:
         raise RuntimeError("can't start new thread")
 
     upstream.behave = break_down
@@ -91,7 +90,7 @@ def test_the_mergers_own_refusal_leaves_a_rounds_calls_in_the_queue(
     dispatcher = start(upstream, dispatchers, needs_weights=True)
     busy, go_on = threading.Event(), threading.Event()
 
-    def hold(path: str) -> Reply:
+    def hold(path: str) -> Answer:
         busy.set()
         assert go_on.wait(WAIT_S)
         return OK

@@ -20,7 +20,7 @@ from live_merger import (
 )
 
 from swift_stage2.servers import protocol
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 KEY = "sk-very-secret-0123456789"
 RESET_MESSAGE = {"message": "Request received, resetting prefix cache status: True"}

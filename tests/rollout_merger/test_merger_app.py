@@ -1,8 +1,9 @@
-"""The process: what it refuses, the port it takes, and how it ends."""
+"""The process: what it refuses, the port it takes, what it says while no server is there, how it ends."""
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from fake_rollout_server import Answer, FakeRolloutServer
 from live_merger import LONGEST_WAIT_S, free_port, infer_body
 
 from swift_stage2.cli import main
+from swift_stage2.rollout_merger.app import SilenceWatch
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,38 @@ def _wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> No
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         pause.wait(0.1)
+
+
+def test_the_watch_warns_at_each_moment_and_then_no_more() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    said: list[str] = []
+    with SilenceWatch(url, said.append, moments_s=(0.0, 0.01)) as watch:
+        assert watch.wait(LONGEST_WAIT_S)
+    assert len(said) == 2
+    assert f"nothing listens at {url} after 0.01 s (" in said[1]
+    assert "start the server there, or correct --upstream" in said[1]
+
+
+def test_a_server_that_listens_is_no_reason_to_warn() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with SilenceWatch(url, said.append, moments_s=(0.0, 3600.0)) as watch:
+            assert watch.wait(LONGEST_WAIT_S)
+    assert said == []
+
+
+def test_a_server_that_comes_ends_the_warnings() -> None:
+    port = free_port()
+    said: queue.Queue[str] = queue.Queue()
+    with SilenceWatch(f"http://127.0.0.1:{port}", said.put, moments_s=(0.0, 3600.0)) as watch:
+        said.get(timeout=LONGEST_WAIT_S)
+        with socket.create_server(("127.0.0.1", port)):
+            assert watch.wait(LONGEST_WAIT_S)
+    assert said.empty()
+
+
+def test_the_watch_ends_with_the_merger() -> None:
+    with SilenceWatch(f"http://127.0.0.1:{free_port()}", pytest.fail, moments_s=(3600.0,)) as watch:
+        pass
+    assert watch.wait(0.0)

@@ -25,7 +25,7 @@ from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.listener import HttpServer, bind
 from swift_stage2.servers.protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport, flatten
 from swift_stage2.weights.stream import WeightStream, connect_stream
 

@@ -13,7 +13,7 @@ import pytest
 from fastapi import Request
 
 from swift_stage2.errors import EngineUnavailable
-from swift_stage2.rollout_server.attended_call import while_attended
+from swift_stage2.rollout_server.routes import while_attended
 
 LONGEST_WAIT_S = 20.0
 

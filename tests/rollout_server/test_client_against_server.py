@@ -46,10 +46,7 @@ def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> Rol
 
 
 def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
-    samples = [
-        Sample(SampleKey(epoch=0, position=n, index=n), row={}, labels=(), boxes=())
-        for n in range(len(requests))
-    ]
+    samples = [Sample(SampleKey(epoch=0, position=n, index=n), row={}) for n in range(len(requests))]
     return client.generate(samples, requests)
 
 

@@ -83,7 +83,7 @@ def all_control_threads_busy(server: RunningServer, monkeypatch: pytest.MonkeyPa
     """Aborts that the engine does not answer before the context ends."""
     entered, go_on = threading.Semaphore(0), threading.Event()
 
-    def hold(tickets: Any) -> int:
+    def hold(jobs: Any) -> int:
         entered.release()
         assert go_on.wait(CALL_TIMEOUT_S)
         return 0

@@ -18,7 +18,7 @@ from test_infer import wait_for
 
 from swift_stage2.rollout_server import routes
 from swift_stage2.servers import protocol
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits
 
 
 def infer_body(text: str = "large", num_bytes: int = 3 * 2**19) -> bytes:

@@ -26,7 +26,7 @@ from live_server import (
 )
 
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.batching import Task
+from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.protocol import AbortRequest, protect_from_abort
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
@@ -60,7 +60,8 @@ def wait_until_queued(server: RunningServer, num_jobs: int) -> None:
     queue = server.engine._queue
     with queue._changed:
         assert queue._changed.wait_for(
-            lambda: sum(not isinstance(item, Task) for item in queue._waiting) == num_jobs, CALL_TIMEOUT_S
+            lambda: sum(not isinstance(item, ExclusiveTask) for item in queue._waiting) == num_jobs,
+            CALL_TIMEOUT_S,
         )
 
 
@@ -98,14 +99,14 @@ def test_the_reply_is_a_stock_record_with_a_stamp(server: RunningServer) -> None
 
 
 def test_prompt_ids_are_those_of_the_template(server: RunningServer) -> None:
-    template = server.engine._ready_generator().template
+    template = server.engine.generator.template
     (completion,) = server.infer([image_request()])
     sample = {"messages": image_request()["messages"], "images": [picture()]}
     assert completion.prompt_token_ids == tuple(template.encode(sample)["input_ids"])
 
 
 def test_a_greedy_answer_equals_hugging_faces(server: RunningServer) -> None:
-    weights = dict(server.engine._ready_generator().model.named_parameters())
+    weights = dict(server.engine.generator.model.named_parameters())
     model = load_learner()
     model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False)
     (text, image) = server.infer([text_request(), image_request(shade=30)], max_tokens=12)
@@ -128,7 +129,7 @@ def test_rows_of_one_call_draw_differently(server: RunningServer) -> None:
 
 
 def test_length_is_said_only_of_an_answer_that_was_cut(server: RunningServer) -> None:
-    stop_ids = set(server.engine._ready_generator()._stop_ids())
+    stop_ids = set(server.engine.generator._stop_ids())
     requests = [text_request(str(n)) for n in range(16)]
     reasons = set()
     for max_tokens in (3, 400):  # 16 rows of 400 tokens over about 600 of which two are ends
@@ -197,7 +198,7 @@ def test_requests_that_fail_beside_the_first_one_leave_no_traceback_in_the_log(
 def test_a_row_that_generation_refuses_fails_alone(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = server.engine._ready_generator()
+    generator = server.engine.generator
     generate_rows = generator.generate_rows
 
     def picky(rows: Any, *arguments: Any, **options: Any) -> Any:
@@ -298,7 +299,7 @@ def paused_after_first_token(server: RunningServer) -> Iterator[tuple[threading.
             stopped.set()
             assert go_on.wait(CALL_TIMEOUT_S)
 
-    handle = server.engine._ready_generator().model.register_forward_pre_hook(pause)
+    handle = server.engine.generator.model.register_forward_pre_hook(pause)
     yield stopped, go_on
     go_on.set()
     handle.remove()

@@ -27,14 +27,12 @@ from PIL import Image
 from test_infer import wait_for
 
 from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.infer_wire import InferCall
-from swift_stage2.rollout_server.jobs import JobAborted
+from swift_stage2.rollout_server.jobs import GenerationRequest, JobAborted, Sampling
 from swift_stage2.servers import protocol
-from swift_stage2.servers.conversation_check import check_conversations
+from swift_stage2.servers.http_app import parse_json
 from swift_stage2.servers.image_opening import FORMATS, open_image
-from swift_stage2.servers.request_body import parse_json
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 SMALL = RequestLimits(max_body_mib=0.25, max_conversations=3, max_call_megapixels=0.05)
 
@@ -121,11 +119,11 @@ def test_what_cannot_be_encoded_is_tried_once_and_leaves_no_frames(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames of a failure hold its pictures, and the failure belongs to a job that those frames hold."""
-    template = server.engine._ready_generator().template
+    template = server.engine.generator.template
     tried = []
     encode = template._encode_truncated
     monkeypatch.setattr(template, "_encode_truncated", lambda inputs: (tried.append(1), encode(inputs))[1])
-    too_long = InferCall({"infer_requests": [text_request("word " * 5000)]}).valid_requests()
+    too_long = InferCall({"infer_requests": [text_request("word " * 5000)]}).requests
     (ticket,) = server.engine.submit(too_long)
     error = ticket.future.exception(CALL_TIMEOUT_S)
     assert len(tried) == 1
@@ -137,7 +135,7 @@ def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: Runnin
     answers = iter([False, True])
     request = GenerationRequest({**image_request(), "images": [base64_png(picture())] * 9}, Sampling())
     with pytest.raises(JobAborted):
-        server.engine._ready_generator().encode_row(request, lambda: next(answers))
+        server.engine.generator.encode_row(request, lambda: next(answers))
 
 
 POST_PATHS = (
@@ -260,7 +258,7 @@ def test_callers_that_vanish_at_any_byte_leave_no_traceback_and_no_work(
             for num_bytes in (0, 1, len(raw) // 2, len(raw) - 1, len(raw)):
                 with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S) as caller:
                     caller.sendall(head.replace(b"/infer/", path) + raw[:num_bytes])
-        wait_for(lambda: len(server.engine._book) == 0 and not server.engine._running)
+        wait_for(lambda: server.engine.status().num_waiting + server.engine.status().num_running == 0)
         assert server.http.get(protocol.HEALTH).status_code == 200
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 

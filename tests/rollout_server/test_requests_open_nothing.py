@@ -16,14 +16,12 @@ from fake_rollout_server import FakeRolloutServer
 from live_server import GREEDY, RunningServer, base64_png, image_request, picture, text_request
 
 from swift_stage2.errors import SampleError
-from swift_stage2.rollout_merger.dispatcher import Dispatcher
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.rollout_merger.upstream import Upstream
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.conversation_check import check_conversations
 from swift_stage2.servers.listener import HttpServer, bind
-from swift_stage2.servers.request_limits import RequestLimits
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 TEMPLATE_ARGUMENTS = ("image", "image_url", "video", "chat_template", "resized_height", "max_pixels")
 
@@ -154,7 +152,7 @@ def test_a_sealed_template_opens_nothing_even_where_no_check_came_before(
     server: RunningServer, secret: Path
 ) -> None:
     """The check is in front; behind it the template itself takes pictures only."""
-    template = server.engine._ready_generator().template
+    template = server.engine.generator.template
     tagged = template.encode(text_request(f"<img>{secret}</img>"))
     assert "pixel_values" not in tagged
     with pytest.raises(SampleError, match="by name"):

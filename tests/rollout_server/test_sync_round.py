@@ -28,7 +28,7 @@ def own_checksums(module: torch.nn.Module) -> dict[str, str]:
 
 
 def resident_checksums(server: RunningServer) -> dict[str, str]:
-    return own_checksums(server.engine._ready_generator().model)
+    return own_checksums(server.engine.generator.model)
 
 
 def test_a_round_loads_proves_and_stamps(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.errors import EngineUnavailable
-from swift_stage2.servers.batching import BatchQueue, Task
+from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 
 DEADLINE_S = 10.0
 
@@ -100,7 +100,7 @@ def test_a_task_leaves_alone_and_in_its_turn() -> None:
     future = queue.put_task(lambda: "done")
     assert queue.take() == [Ask("a", 0)]
     task = queue.take()
-    assert isinstance(task, Task)
+    assert isinstance(task, ExclusiveTask)
     assert task.future is future
     assert task.call() == "done"
 
@@ -138,7 +138,7 @@ def test_no_job_overtakes_a_task() -> None:
     queue.put_task(int)
     queue.put(Ask("a", 1))
     assert queue.take() == [Ask("a", 0)]
-    assert isinstance(queue.take(), Task)
+    assert isinstance(queue.take(), ExclusiveTask)
     assert queue.take() == [Ask("a", 1)]
 
 
@@ -165,6 +165,6 @@ def test_clearing_returns_what_waits_and_the_queue_goes_on() -> None:
     queue = make_queue()
     queue.put(Ask("a", 0))
     queue.put_task(int)
-    assert [type(item) for item in queue.clear()] == [Ask, Task]
+    assert [type(item) for item in queue.clear()] == [Ask, ExclusiveTask]
     queue.put(Ask("a", 1))
     assert queue.take() == [Ask("a", 1)]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from real_model import STAGE1
 
-from swift_stage2 import trainer
+from swift_stage2 import load_config
 from swift_stage2.errors import ConfigError
+from swift_stage2.preflight import swift_parsing
+from swift_stage2.training import sft
 
 TrainUntilLoad = Callable[[int, float, str], list[str]]
 
@@ -36,13 +38,12 @@ def train_until_load(
             f"rollout: {{start_timeout_s: 33, servers: [{{base_url: 'http://127.0.0.1:{port}'}}]}}\n"
         )
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv(trainer.CONFIG_VARIABLE, str(file))
-        monkeypatch.setattr(trainer, "parse_swift_arguments", load)
+        monkeypatch.setattr(swift_parsing, "parse_swift_arguments", load)
         monkeypatch.setattr(logging.getLogger("swift_stage2"), "propagate", True)
         caplog.clear()
         with pytest.raises(_AboutToLoad):
-            trainer.train(str(file))
-        return [record.getMessage() for record in caplog.records if record.name == trainer.logger.name]
+            sft.train(load_config(file))
+        return [record.getMessage() for record in caplog.records if record.name == sft.logger.name]
 
     return run
 

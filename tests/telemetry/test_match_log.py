@@ -21,7 +21,7 @@ MATCH = ObjectMatch(
 
 
 def rollout(index: int, images: Any = ("a.png",)) -> Rollout:
-    sample = Sample(SampleKey(1, 2, index, 1), {"images": list(images)}, (), ())
+    sample = Sample(SampleKey(1, 2, index, 1), {"images": list(images)})
     spans = (VersionSpan(7, 0, 2), VersionSpan(6, 2, 3))
     return Rollout(sample, "said", (1,), (2,), True, 3, "http://127.0.0.1:1", spans)
 

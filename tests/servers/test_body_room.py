@@ -10,7 +10,7 @@ import pytest
 from fastapi import HTTPException, Request
 
 from swift_stage2.errors import RequestTooLarge
-from swift_stage2.servers.request_body import BodyRoom
+from swift_stage2.servers.http_app import BodyRoom
 
 AMPLE_S = 20.0
 

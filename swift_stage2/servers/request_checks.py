@@ -1,4 +1,4 @@
-"""Checks one conversation of ``/infer/`` before ms-swift sees it: known fields, bounded sizes, nothing named by path.
+"""Checks one ``/infer/`` call before ms-swift sees it: known fields, bounded sizes, nothing named by path.
 
 ms-swift opens what a message names (``<img>PATH</img>``), what structured content names, and what the template's
 arguments name (``chat_template_kwargs: {"image": …}`` replaces the picture). None of that may come off a wire.
@@ -7,14 +7,17 @@ Shared by the rollout server and the merger, whose stock server behind it has no
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import RequestTooLarge, SampleError
 from swift_stage2.servers.image_opening import decode_base64, open_image
-from swift_stage2.servers.request_limits import RequestLimits
 
 CONVERSATION_KEYS = frozenset({"messages", "images", "tools", "objects", "chat_template_kwargs"})
 # Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
@@ -28,6 +31,61 @@ _TEMPLATE_KEYS: Mapping[str, type] = {
     "response_prefix": str,
 }
 _MEDIA_TAG = re.compile(r"</?img>|</(?:audio|video)>", re.IGNORECASE)
+
+
+def _limit(default: float, what: str) -> float:
+    value: float = field(default=default, metadata={"what": what})
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """Limits of one call; each is an option of the command line."""
+
+    max_body_mib: float = _limit(512, "MiB of one body")
+    max_conversations: float = _limit(MAX_REQUESTS_PER_POST, "conversations of one call")
+    max_messages: float = _limit(256, "messages of one conversation")
+    max_text_chars: float = _limit(1_000_000, "characters of one conversation, images apart")
+    max_images: float = _limit(64, "images of one conversation")
+    max_megapixels: float = _limit(50, "megapixels of one image, as its header says, before any resizing")
+    max_call_megapixels: float = _limit(4096, "megapixels of all images of one call")
+
+    checks_images: bool = (
+        True  # no option: for a server that knows its requests and opens none of their images
+    )
+
+    @property
+    def body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)
+
+    @property
+    def image_pixels(self) -> int:
+        return int(self.max_megapixels * 1e6)
+
+    @property
+    def call_pixels(self) -> int:
+        return int(self.max_call_megapixels * 1e6)
+
+
+_OPTIONS = [limit for limit in fields(RequestLimits) if limit.metadata]
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """One option per limit, with its default in ``--help``."""
+    group = parser.add_argument_group("limits of one call; what is larger is refused before it is decoded")
+    for limit in _OPTIONS:
+        group.add_argument(
+            f"--{limit.name.replace('_', '-')}",
+            type=number_above_zero,
+            default=limit.default,
+            metavar="N",
+            help=f"{limit.metadata['what']}, at most (default %(default)s)",
+        )
+
+
+def read_limits(options: argparse.Namespace) -> RequestLimits:
+    """What the command line asked for."""
+    return RequestLimits(**{limit.name: getattr(options, limit.name) for limit in _OPTIONS})
 
 
 def check_conversations(conversations: list[Any], limits: RequestLimits) -> dict[int, SampleError]:
@@ -143,3 +201,19 @@ def _at_most(option: str, number: int, limit: float, what: str) -> None:
             f"a conversation may hold {limit:,} {what}, got {number:,}; shorten it, or start the server with a higher "
             f"--{option.replace('_', '-')}"
         )
+
+
+def positive_integer(text: str) -> int:
+    """For ``type`` of an option that counts from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def number_above_zero(text: str) -> float:
+    """For ``type`` of an option that is finite and positive."""
+    number = float(text)
+    if not math.isfinite(number) or number <= 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return int(number) if number.is_integer() else number

@@ -1,6 +1,7 @@
-"""Reads the body of a call: bounded before it is held, bounded again before it is decoded, decoded off the event loop.
+"""What the HTTP applications of rollout server and merger share: the key, statuses of errors, bodies, gone callers.
 
-What is wrong with a body is a ProtocolError in one line, whatever was sent. Shared by rollout server and merger.
+A body is bounded before it is held and again before it is decoded; what is wrong with it is a ProtocolError in one
+line, whatever was sent.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from swift_stage2.errors import ProtocolError, RequestTooLarge
+from swift_stage2.servers import protocol
 
+_LONGEST_DETAIL = 1000  # a message may quote what was sent
 _MAX_VALUES = (
     1_000_000  # of one body; each costs a decoder about 100 bytes and 100 ns that nothing can interrupt
 )
@@ -23,6 +29,80 @@ _DRAINED_IN_LIMITS = 8
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONG_INTEGER = re.compile(rb"\d{19}")
 _LARGEST_INTEGER = 2**63 - 1
+
+
+def make_app(
+    routes: Mapping[tuple[str, str], Callable[..., Any]],
+    health: Callable[[], Awaitable[Response]],
+    api_key: str | None,
+    statuses: Mapping[type[Exception], int],
+) -> FastAPI:
+    """An application of ``routes``, by method and path, and ``/health/``, which alone wants no ``api_key``.
+
+    An error of ``statuses`` is answered with its message; so are bodies that are none (422) or too large (413).
+    """
+    # A redirect to the path with its slash would name the host that the caller gave.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
+    for (method, path), handler in routes.items():
+        router.add_api_route(path, handler, methods=[method], response_model=None)
+    app.include_router(router)
+    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
+        app.add_api_route(path, health, methods=["GET"], response_model=None)
+    of_bodies: dict[type[Exception], int] = {ProtocolError: 422, RequestTooLarge: 413}
+    for kind, status in {**of_bodies, **statuses}.items():
+        app.add_exception_handler(kind, _answer(status))
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=408))  # nobody reads it
+    return app
+
+
+def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
+    def answer(_: Request, error: Exception) -> JSONResponse:
+        body = {"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines())}
+        if reason := getattr(error, "reason", None):
+            body["reason"] = reason
+        return JSONResponse(body, status)
+
+    return answer
+
+
+def failed_requests(causes: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
+    """The answer to an ``/infer/`` call that names the requests at fault by their places."""
+    failures = [{"index": place, "cause": _cause(error)} for place, error in sorted(causes.items())]
+    first = failures[0]
+    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
+    return JSONResponse({"detail": detail, "failures": failures}, 500)
+
+
+def _cause(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    cause = f"{type(error).__name__}: {lines[0] if lines else ''}".removeprefix("SampleError: ")
+    return cause[:_LONGEST_DETAIL]
+
+
+def bearer_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for routes that answers 401 unless the key comes as a bearer token."""
+    expected = f"Bearer {api_key}".encode()
+
+    # On the event loop: in a thread of the pool, a call could overtake the one that was read just before it.
+    async def check(request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, expected):
+            raise HTTPException(401, "send the server's key as a bearer token")
+
+    return check
+
+
+async def until_gone(request: Request) -> None:
+    """Returns when the caller has closed its connection; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue  # a body that nobody asked for
+
+
+def retrieve(work: asyncio.Future[Any]) -> None:
+    """Looks at the end of work that nobody waits for any more: asyncio logs a traceback otherwise."""
+    if not work.cancelled():
+        work.exception()
 
 
 class BodyRoom:

@@ -1,0 +1,6 @@
+"""The learner inside ms-swift.
+
+sft             from a configuration to an exit status: what ``swift-stage2 train`` runs on every rank
+stage2_trainer  ms-swift's trainer, whose steps may train channel B, and the pipeline that makes it
+engine_canary   the question of a sync round, answered by ms-swift's engine
+"""

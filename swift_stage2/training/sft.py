@@ -1,0 +1,122 @@
+"""Runs ms-swift's supervised pipeline with our trainer, from a configuration to an exit status.
+
+Loads ms-swift only when it runs, after torchvision was given what a machine without its library lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from swift_stage2.collectives import leave_job
+from swift_stage2.compat import declare_operators, keep_buffers_exact, start_communication
+from swift_stage2.config import Stage2Config, StarvationAction
+from swift_stage2.config.swift_arguments import refuse_unknown_names
+from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
+from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.process.route import why_deaf
+from swift_stage2.process.watches import EXIT_HANG
+from swift_stage2.run import Stage2Run
+from swift_stage2.run_directory.checkpoints import is_storage_failure
+
+if TYPE_CHECKING:
+    from swift_stage2.training.stage2_trainer import Stage2Trainer
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+def train(
+    config: Stage2Config, *, start_run: Callable[..., Stage2Run] | None = None, asks_servers: bool = True
+) -> int:
+    """Trains; returns the exit status.
+
+    ``start_run`` puts this rank's run together in the place of ``assembly.start_run``; without ``asks_servers``
+    nothing is said of servers that do not answer yet.
+
+    Raises:
+        UserError: a mistake in configuration, data or servers, on every rank.
+        Stage2Error: anything else that ends the run, on every rank.
+    """
+    declare_operators()  # before ms-swift imports torchvision
+    from swift.arguments import SftArguments
+
+    from swift_stage2.preflight.swift_parsing import parse_swift_arguments
+    from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
+
+    # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
+    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
+    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    found = torch.accelerator.current_accelerator(check_available=True)
+    run_checks(
+        config,
+        Known(
+            files=True,
+            rows=True,
+            num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+            devices=(found.type if found else None, torch.cuda.device_count()),
+        ),
+    )
+    if asks_servers and int(os.environ.get("RANK", "0")) == 0:
+        _tell_of_deaf_servers(config)
+    start_communication(config.swift)
+    register_trainer()  # a plugin may name one that it derives from ours
+    try:
+        arguments = parse_swift_arguments(config.swift_arguments())
+        if config.b_enabled:
+            keep_buffers_exact()
+        pipeline = Stage2Sft(arguments, config, start_run)
+        pipeline.main()
+    except Exception as error:  # raised again unless a hang is behind it
+        if _hang_behind(error) is not None:
+            return EXIT_HANG
+        if isinstance(error, OSError) and is_storage_failure(error):
+            raise StorageFull(
+                f"a run needs a disk that takes what it writes, got {error}; make room"
+            ) from error
+        raise
+    leave_job()
+    _tell_of_unused_b(config, pipeline.trainer)
+    return 0
+
+
+def _tell_of_unused_b(config: Stage2Config, trainer: Stage2Trainer) -> None:
+    """The run's last line, when channel B was wanted and never ran; on all ranks the same decision.
+
+    Raises:
+        ChannelBStarved: the run has trained to its end and the configuration asks to fail.
+    """
+    unused = trainer.stage2.telemetry.unused_b if trainer.stage2 is not None else ""
+    if not unused:
+        return
+    if config.stage2_ab.starvation.action is StarvationAction.FAIL and not trainer.stop_agreed:
+        raise ChannelBStarved(unused)
+    if trainer.args.process_index == 0:
+        print(f"swift-stage2 train: warning: {unused}", file=sys.stderr, flush=True)
+
+
+def _tell_of_deaf_servers(config: Stage2Config) -> None:
+    """Says now what the wait for servers would say only after the model was loaded. Decides nothing: they may start."""
+    for server in config.rollout.servers if config.b_enabled else ():
+        if reason := why_deaf(server.base_url, _CONNECT_TIMEOUT_S):
+            logger.warning(
+                "rollout server %s does not answer yet (%s); once the model is loaded it is waited for "
+                "rollout.start_timeout_s=%g seconds; start it, or correct rollout.servers",
+                server.base_url,
+                reason,
+                config.rollout.start_timeout_s,
+            )
+
+
+def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:
+    """The hang that ended training; ms-swift's own clean-up may have failed after it and hidden it."""
+    while error is not None and not isinstance(error, WeightSyncHang):
+        error = error.__cause__ or error.__context__
+    return error

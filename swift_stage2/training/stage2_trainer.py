@@ -1,0 +1,371 @@
+"""The seam to ms-swift: its own trainer, with ``get_batch_samples`` asking the learner which channel a step trains.
+
+Nothing of ms-swift's loop is repeated. Importing this changes nothing; ``register_trainer`` gives ms-swift the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from swift.pipelines import SwiftSft
+from swift.trainers import Seq2SeqTrainer, TrainerFactory
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+from swift_stage2.assembly import start_run as assemble_run
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.errors import ConfigError, WeightSyncHang
+from swift_stage2.learner import StepDecision
+from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.process.watches import EXIT_HANG
+from swift_stage2.records import Pack
+from swift_stage2.run import Stage2Run
+from swift_stage2.run_directory import resume
+from swift_stage2.run_directory.checkpoints import whole_checkpoint
+from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
+from swift_stage2.weights.transport import WeightTransport
+
+logger = logging.getLogger(__name__)
+
+_CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
+CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
+
+
+class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
+    """ms-swift's supervised trainer whose optimizer steps may train channel B's packs instead of its batches."""
+
+    def __init__(
+        self,
+        *args: Any,
+        stage2: Stage2Config | None = None,
+        start_run: Callable[..., Stage2Run] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """All else goes to ms-swift's trainer.
+
+        Args:
+            stage2: the configuration; by default that of the file which SWIFT_STAGE2_CONFIG names.
+            start_run: puts this rank's run together, by default ``assembly.start_run``, whose arguments it takes.
+
+        Raises:
+            ConfigError: there is no configuration, or it does not fit ms-swift's arguments and data.
+        """
+        super().__init__(*args, **kwargs)
+        self.stage2_config = stage2 or _config_from_environment()
+        self._start_run = start_run or assemble_run
+        self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
+        run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
+        self.stage2: Stage2Run | None = None
+        self._resume_directory: str | None = None
+        self._resumed_a_batches: int | None = None
+        self._a_batches_in_epoch = 0
+        self.stop_agreed = False
+        self._losses: list[torch.Tensor] = []  # of this step's micro_steps, where they are recorded
+        self.add_callback(_Stage2Callback(self))
+
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and ends every thread of ours however training ends."""
+        self._resume_directory = resume_from_checkpoint or None
+        with _StopSignals(self):
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                if self.stage2 is not None:
+                    self.stage2.close()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The window's batches: channel A's next ones, or one pack per micro_step on channel B."""
+        assert self.stage2 is not None
+        with self.stage2.telemetry.activity("waiting"):
+            decision = self._begin_step(num_batches)
+            # Told to the loop at the end of the step: it would leave this window after its first micro_step.
+            self.stop_agreed = self.stop_agreed or decision.stop
+            if decision.plan.channel is Channel.B:
+                batches: list[Any] = [_copy_of_batch(pack) for pack in decision.packs]
+                num_items = self._get_num_items_in_batch(batches, device)
+            else:
+                batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+                self._a_batches_in_epoch += len(batches)
+        return batches, num_items
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As ms-swift does it; the loss is kept until the step ends."""
+        assert self.stage2 is not None
+        with self.stage2.telemetry.trace.span("micro_step"):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.stage2_config.telemetry.record:
+            self._losses.append(loss.detach())
+        return loss
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        assert self.stage2 is not None
+        losses, self._losses = [float(loss) for loss in self._losses], []
+        self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
+
+    def _begin_step(self, num_batches: int) -> StepDecision:
+        assert self.stage2 is not None
+        try:
+            return self.stage2.learner.begin_step(self.state.global_step, num_batches)
+        except WeightSyncHang as hang:
+            # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
+            logger.error("a push hung and cannot be taken back: %s", hang)
+            _leave_within(_CLEAN_UP_S)
+            raise
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> Any:
+        """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""
+        if skip_batches and self._resumed_a_batches is not None:
+            skip_batches = self._resumed_a_batches
+        return super().get_train_dataloader(skip_batches)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As ms-swift does it; the time counts as evaluating."""
+        if self.stage2 is None:
+            return super().evaluate(*args, **kwargs)
+        with self.stage2.telemetry.activity("evaluating"):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.stage2 is not None
+        if not self.stage2.saves_checkpoints:
+            return None
+        with self.stage2.telemetry.activity("saving"):
+            directory = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            if self.args.should_save:
+                resume.void_older(
+                    str(directory)
+                )  # no rank goes on to its own file before rank 0 has done this
+            write = partial(
+                _write_state,
+                directory,
+                rank=self.args.process_index,
+                world_size=self.args.world_size,
+                step=self.state.global_step,
+                a_batches_in_epoch=self._a_batches_in_epoch,
+                state=self.stage2.checkpoint(self.state.global_step),
+            )
+            # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
+            self.stage2.together(write)
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            try:
+                with whole_checkpoint(directory, is_owner=self.args.should_save):
+                    result = super()._save_checkpoint(*args, **kwargs)
+            finally:
+                self.args.save_total_limit = limit
+            # No older one goes before every rank has written its part of this one.
+            self.stage2.together(lambda: None)
+            if self.args.should_save:
+                best = self.state.best_model_checkpoint
+                rotate_checkpoints(self.args.output_dir, limit, best, use_mtime=True)
+            return result
+
+    def begin_stage2(self) -> None:
+        """Builds and starts this rank's run, once model, optimizer and step are known."""
+        module = self.accelerator.unwrap_model(self.model)
+        # Mixed precision keeps float32 weights and casts them in the forward pass, also in the canary's.
+        half_precision = self.accelerator.native_amp or module.dtype in HALF_PRECISION_DTYPES
+        self.stage2 = self._start_run(
+            self.stage2_config,
+            rows=_rows_of(self.train_dataset),
+            template=self.template,
+            module=module,
+            run_directory=self.args.output_dir,
+            rank=self.args.process_index,
+            seed=self.args.seed,
+            total_steps=self.state.max_steps,
+            first_step=self.state.global_step,
+            make_canary=lambda encoder, sample: EngineCanary(
+                module, self.template, encoder, sample, half_precision=half_precision
+            ),
+            packed_loss=self.packed_loss,
+            packs_per_step=self.args.gradient_accumulation_steps,
+            logging_steps=int(self.args.logging_steps),
+            wrap_transport=self.wrap_transport,
+            validation_rows=_rows_of(self.eval_dataset),
+        )
+        if self._resume_directory and self.stage2_config.b_enabled:
+            self._resume()
+        self.stage2.start()
+
+    def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
+        """For subclasses that watch or disturb what a sync round sends."""
+        return transport
+
+    def _resume(self) -> None:
+        assert self.stage2 is not None
+        assert self._resume_directory is not None
+        part = partial(
+            resume.read_state,
+            self._resume_directory,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            step=self.state.global_step,
+        )
+        self.stage2.resume(part)
+        self._resumed_a_batches = resume.read_a_batches(self._resume_directory, self.args.process_index)
+        self._a_batches_in_epoch = self._resumed_a_batches
+
+    def begin_epoch(self) -> None:
+        """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
+        if self._resumed_a_batches is not None:
+            self._a_batches_in_epoch = self._resumed_a_batches if self._is_mid_epoch() else 0
+            return
+        self._a_batches_in_epoch = 0
+
+    def end_epoch(self) -> None:
+        """Reports the part of the epoch that channel A did not reach, because B steps read none of it."""
+        self._resumed_a_batches = None
+        assert self.stage2 is not None
+        total = len(self.callback_handler.train_dataloader) if self.stage2_config.b_enabled else 0
+        if total:
+            self.stage2.end_epoch(self.state.epoch, self._a_batches_in_epoch, total)
+
+    def packed_loss(self, batch: dict[str, Any]) -> float:
+        """Summed loss of one collated pack under the present weights, without gradient or side effects.
+
+        Used at start-up, to show that the attention implementation keeps packed segments apart.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                inputs = self._prepare_inputs(dict(batch))
+                loss = self.compute_loss(model, inputs, num_items_in_batch=torch.tensor(1.0))
+        finally:
+            model.train(was_training)
+            self.custom_metrics["eval"].clear()
+        return float(loss.item()) / max(1, int(self.accelerator.num_processes))
+
+    def _is_mid_epoch(self) -> bool:
+        return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
+
+
+def _leave_within(seconds: float) -> None:
+    """Ends this process with status 70 by then, however far its clean-up is."""
+    timer = threading.Timer(seconds, os._exit, (EXIT_HANG,))
+    timer.daemon = True
+    timer.start()
+
+
+class Stage2Sft(SwiftSft):  # type: ignore[misc]
+    """ms-swift's supervised pipeline, which gives its trainer our configuration and keeps it."""
+
+    trainer: Stage2Trainer
+
+    def __init__(
+        self, arguments: Any, config: Stage2Config, start_run: Callable[..., Stage2Run] | None = None
+    ) -> None:
+        """Raises:
+        ConfigError: the trainer that ms-swift would make is not ours, nor derived from it.
+        """
+        found = TrainerFactory.get_trainer_cls(arguments)
+        if not issubclass(found, Stage2Trainer):
+            raise ConfigError(
+                "ms-swift's trainer must be Stage2Trainer or derived from it, got "
+                f"{found.__module__}.{found.__name__} (task_type={arguments.task_type}); remove the plugin that sets "
+                "another one, or start it with swift sft"
+            )
+        self._given = {"stage2": config} | ({"start_run": start_run} if start_run else {})
+        super().__init__(arguments)
+
+    def _get_trainer_kwargs(self) -> dict[str, Any]:
+        return {**super()._get_trainer_kwargs(), **self._given}
+
+    def train(self, trainer: Stage2Trainer) -> Any:
+        self.trainer = trainer
+        return super().train(trainer)
+
+
+def register_trainer(trainer: type[Stage2Trainer] = Stage2Trainer) -> None:
+    """From now on ms-swift trains with this class, which must be importable by its module's name."""
+    TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{trainer.__module__}.{trainer.__qualname__}"
+
+
+class _Stage2Callback(TrainerCallback):
+    """Moments of Hugging Face's loop that the trainer class itself is not told of."""
+
+    def __init__(self, trainer: Stage2Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_stage2()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.end_epoch()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.end_step()
+        if self._trainer.stop_agreed:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")  # evaluations and the end of training are logged without one
+        if loss is not None and self._trainer.stage2 is not None:
+            self._trainer.stage2.telemetry.record_loss(state.global_step, float(loss))
+
+
+class _StopSignals:
+    """Turns SIGTERM and SIGINT into a stop that all ranks agree on; a second SIGINT ends at once."""
+
+    def __init__(self, trainer: Stage2Trainer) -> None:
+        self._trainer = trainer
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._trainer.stage2 is None:
+            raise KeyboardInterrupt
+        self._trainer.stage2.learner.request_stop()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
+
+
+def _write_state(directory: Path, **state: Any) -> None:
+    """This rank's own file. What it raises of the disk is told on every rank alike."""
+    with whole_checkpoint(directory, is_owner=state["rank"] == 0):
+        resume.write_state(str(directory), **state)
+
+
+def _rows_of(dataset: Any) -> Any:
+    """The raw rows behind ms-swift's lazily encoding data set."""
+    return getattr(dataset, "dataset", dataset)
+
+
+def _copy_of_batch(pack: Pack) -> dict[str, Any]:
+    # The loop and the loss function take entries out of the dictionary they are given.
+    return dict(pack.batch)
+
+
+def _config_from_environment() -> Stage2Config:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        raise ConfigError(
+            f"the trainer needs a configuration, got none; give it as stage2=load_config(...), or name the YAML in "
+            f"{CONFIG_VARIABLE}"
+        )
+    return load_config(path)

@@ -1,0 +1,345 @@
+"""Every block of ``docs/extending.md`` does what the page says, with the real parts: template, servers, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from real_model import (
+    PACKING_LENGTH,
+    STAGE1,
+    boxes_of,
+    make_encoder,
+    read_rows,
+    rollout_of,
+    sample_of,
+)
+from swift.utils import import_external_file
+from torchrun_job import TEMPLATE, LearnerRun, Server, run_learner, write_config
+
+import swift_stage2
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.channel_b.packing_line import make_target
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.preprocessing import Prepared
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.task import TASKS, Task
+from swift_stage2.config import load_config
+from swift_stage2.errors import ConfigError
+from swift_stage2.preflight.channel_b_parts import make_task as task_of
+from swift_stage2.records import Sample, SampleKey
+from swift_stage2.servers import protocol
+from swift_stage2.telemetry.trace import Trace
+
+pytestmark = pytest.mark.timeout(400)
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PACKAGE = Path(swift_stage2.__file__).parent
+_BLOCK = re.compile(r"```python\n# (?P<head>(?P<name>[\w/.]+)[^\n]*)\n(?P<code>.*?)```", re.DOTALL)
+BLOCKS = {match["name"]: match for match in _BLOCK.finditer(PAGE.read_text(encoding="utf-8"))}
+SETTINGS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files."""
+    directory = tmp_path_factory.mktemp("files")
+    for name, block in BLOCKS.items():
+        if "/" not in name:
+            (directory / name).write_text(block["code"], encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def load(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a file as ms-swift imports a plugin; what it registers, and its path, are gone afterwards."""
+    names = dict(TASKS), dict(DIALECTS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda name: import_external_file(str(files / name))
+    for parts, before in zip((TASKS, DIALECTS), names, strict=True):
+        parts.clear()
+        parts.update(before)  # type: ignore[arg-type]
+    for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(files)):
+            del sys.modules[name]
+
+
+def _configured(tmp_path: Path, settings: dict[str, Any]) -> Any:
+    """As the page's YAML says, in a configuration that is whole."""
+    config = {
+        "swift": {"model": str(STAGE1), **settings["swift"]},
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, **settings["stage2_ab"]},
+        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9"}]},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return load_config(file)
+
+
+def _counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same images, asked for the number of their objects; nothing tells boxes."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>How many shapes?"},
+                {"role": "assistant", "content": str(len(row["objects"]["ref"]))},
+            ],
+            "images": row["images"],
+        }
+        for row in rows
+    ]
+
+
+# --- a dialect ---------------------------------------------------------------------------------------
+
+
+def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_file: Path) -> None:
+    config = _configured(tmp_path, SETTINGS[0])
+    with pytest.raises(ConfigError, match=r"target\.dialect must be object_list or object_map, got dialect="):
+        task_of(config)
+    load("named_boxes.py")
+    encoder, rows = make_encoder(), read_rows(rows_file)[:3]
+    for row in rows:
+        listed = ",\n ".join('{"box": <bbox>, "name": "<ref-object>"}' for _ in row["objects"]["ref"])
+        row["messages"][1] = {"role": "assistant", "content": f"[{listed}]"}
+    task = task_of(config).learn(rows, sample_of(rows[0]), encoder)
+    for row in rows:
+        sample = sample_of(row)
+        answer, prompt = encoder.answer_of(sample), encoder.encode_prompt(sample)
+        target = make_target(rollout_of(sample, answer, prompt.token_ids), prompt, encoder, task)
+        assert target.text == answer
+        assert target.quality.num_pairs == len(row["objects"]["ref"]) > 0
+        assert len(parse_rollout(answer, "named_boxes").objects) == len(row["objects"]["ref"])
+    # The process that preprocesses knows nothing of the file, and need not.
+    with closing(
+        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
+    ) as there:
+        there.await_ready()
+        (judged,) = there.judge([rollout_of(sample, answer, prompt.token_ids)])
+        assert judged.target == target  # type: ignore[union-attr]
+
+
+# --- tasks -------------------------------------------------------------------------------------------
+
+
+def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Path, rows_file: Path) -> None:
+    config = _configured(tmp_path, SETTINGS[1])
+    with pytest.raises(
+        ConfigError, match=r"stage2_ab\.task must be detection, got task='counting'; register it"
+    ):
+        task_of(config)
+    load("counting.py")
+    task, encoder = task_of(config), make_encoder()
+    (row,) = _counted(read_rows(rows_file)[:1])
+    truth = task.read_truth(row)
+    sample = Sample(SampleKey(0, 0, 0), row, truth)
+    prompt = encoder.encode_prompt(sample)
+    task.check_answer(encoder.answer_of(sample), task.to_space(sample.truth, prompt.convert))
+    with closing(
+        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
+    ) as there:
+        there.await_ready()
+        right, wrong = there.prepare(
+            [rollout_of(sample, text, prompt.token_ids) for text in (str(truth), "many")]
+        )
+        assert isinstance(right, Prepared)
+        assert isinstance(wrong, Prepared)
+        assert (right.target.text, wrong.target.text) == (str(truth),) * 2
+        assert (right.target.metrics["exact"], wrong.target.metrics["exact"]) == ((1.0, 1.0), (0.0, 1.0))
+        pack = there.pack("p", [right.segment])
+        assert pack.num_supervised_tokens == len(right.target.token_ids) + len(encoder.closing_token_ids)
+
+
+def test_a_task_that_nobody_registered_is_one_line_with_the_nearest(load: Any, tmp_path: Path) -> None:
+    load("counting.py")
+    settings = {"swift": SETTINGS[1]["swift"], "stage2_ab": {"task": "count"}}
+    with pytest.raises(ConfigError, match="got task='count'; did you mean 'counting'"):
+        task_of(_configured(tmp_path, settings))
+    with pytest.raises(ConfigError, match="every task needs a name of its own, got 'counting' for"):
+        load("counting.py").register_task("counting")(Task)
+
+
+def test_coordinates_of_a_users_task_are_the_templates(load: Any, tmp_path: Path, rows_file: Path) -> None:
+    load("pointing.py")
+    settings = {"swift": {"external_plugins": ["pointing.py"]}, "stage2_ab": {"task": "pointing"}}
+    task, encoder, sample = (
+        task_of(_configured(tmp_path, settings)),
+        make_encoder(),
+        sample_of(read_rows(rows_file)[0]),
+    )
+    assert isinstance(task, DetectionTask)
+    squares = task.to_space(sample.truth, encoder.encode_prompt(sample).convert)
+    for (label, square), name, box in zip(
+        squares, sample.truth.labels, boxes_of(encoder, sample), strict=True
+    ):
+        assert label == name
+        for low, high, begin, end in ((0, 2, box[0], box[2]), (1, 3, box[1], box[3])):
+            assert abs(square[high] - 8 - (begin + end) / 2) <= 1, "the image is resized, and so is the point"
+            assert square[low] == max(0, square[high] - 16)
+
+
+@pytest.fixture(scope="module")
+def counting_run(
+    tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server, files: Path
+) -> LearnerRun:
+    """A learner with the page's task and transport."""
+    directory = tmp_path_factory.mktemp("runs") / "counting"
+    rows = directory.parent / "counted.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in _counted(read_rows(rows_file))))
+    plugins = [str(TEMPLATE), str(files / "counting.py"), str(files / "paced.py")]
+    config = write_config(
+        directory,
+        rows,
+        server,
+        b_ratio=0.25,
+        swift={
+            "max_steps": 48,
+            "val_dataset": [str(rows)],
+            "external_plugins": plugins,
+            "eval_strategy": "no",
+        },
+        evaluation={"every_steps": 9, "num_samples": 4, "max_round_delay_steps": 40},
+    )
+    written = yaml.safe_load(config.read_text())
+    written["stage2_ab"] |= SETTINGS[1]["stage2_ab"]
+    config.write_text(yaml.safe_dump(written))
+    run = run_learner(config, directory, ranks=1)
+    assert run.status == 0, run.output[-4000:]
+    return run
+
+
+def test_a_run_trains_a_users_task_on_both_channels(counting_run: LearnerRun) -> None:
+    steps = counting_run.audit(0, "step")
+    assert [step["channel"] for step in steps].count("B") > 5, [step["skip_reason"] for step in steps]
+    assert counting_run.audit(0, "quarantine") == []
+
+
+def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
+    evaluations = counting_run.audit(0, "evaluation")
+    answered = [each for each in evaluations if each["counts"]["num_answered"]]
+    assert answered, [each["end"] for each in evaluations]
+    for record in answered:
+        counts = record["counts"]
+        assert counts["metrics"]["exact"] == [counts["num_pairs"], counts["num_answered"]]
+        assert (
+            record["ratios"]["exact"]
+            == counts["num_pairs"] / counts["num_answered"]
+            == record["ratios"]["recall"]
+        )
+        assert "error" in record["ratios"]
+
+
+# --- a transport -------------------------------------------------------------------------------------
+
+
+def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: LearnerRun) -> None:
+    rounds = counting_run.audit(0, "round")
+    assert rounds
+    for record in rounds:
+        (report,) = record["servers"].values()
+        assert report["proof"] == "checksums+canary", report
+        assert report["seconds"]["push"] >= report["num_bytes"] / 200e6, "as slow as it is asked to be"
+
+
+# --- an engine ---------------------------------------------------------------------------------------
+
+
+def test_an_engine_serves_under_its_name(files: Path, tmp_path: Path) -> None:
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    arguments = [
+        str(STAGE1), "--engine", "greedy", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl",
+        "--external-plugins", str(TEMPLATE), "--port", str(port), "--device", "cpu", "--num-threads", "1",
+    ]  # fmt: skip
+    code = f"import greedy\nfrom swift_stage2.rollout_server import command_line\ncommand_line.main({arguments!r})"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"PYTHONPATH": str(files), "HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False) as http:
+            deadline = time.monotonic() + 120
+            while not _is_healthy(http):
+                assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.2)  # bounded polling of another process's start
+            assert _answer(http, seed=1) == _answer(http, seed=2), "asked to sample, it is greedy"
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+def _is_healthy(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health/").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _answer(http: httpx.Client, *, seed: int) -> tuple[int, ...]:
+    config = protocol.request_config(
+        max_new_tokens=12, temperature=2.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=seed
+    )
+    request = {"messages": [{"role": "user", "content": "What is there?"}]}
+    reply = http.post("/infer/", json={"infer_requests": [request], "request_config": config})
+    assert reply.status_code == 200, reply.text
+    (completion,) = protocol.parse_infer_reply(reply.json(), 1)
+    return completion.token_ids
+
+
+# --- a metric ----------------------------------------------------------------------------------------
+
+
+def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
+    """The package with these two lines added counts, merges and tags the new number."""
+    copied = tmp_path / "swift_stage2"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("stage1", "__pycache__"))
+    anchors = {
+        "swift_stage2/telemetry/metrics.py": "METRICS: tuple[Metric, ...] = (\n",
+        "swift_stage2/telemetry/recorders.py": "        add = self._counters.add\n",
+    }
+    assert anchors.keys() == {name for name in BLOCKS if "/" in name}
+    for name, anchor in anchors.items():
+        source = (tmp_path / name).read_text()
+        assert source.count(anchor) == 1
+        (tmp_path / name).write_text(source.replace(anchor, anchor + BLOCKS[name]["code"]))
+    code = (
+        "from pathlib import Path\n"
+        "from swift_stage2.records import MatchQuality, SampleKey, Segment\n"
+        "from swift_stage2.telemetry import Telemetry\n"
+        f"telemetry = Telemetry(Path({str(tmp_path / 'run')!r}), 0, 1, tensorboard=False, queue_limit=4)\n"
+        "for said in (0, 2):\n"
+        "    quality = MatchQuality(said, 3, 0, 0.0, 0, 0)\n"
+        "    telemetry.pipeline.segment(Segment(SampleKey(0, 0, 0), '', 1, {}, 5, 5, 5, quality), 0.1)\n"
+        "values = telemetry.merge_and_write(1, lambda vector: vector)\n"
+        "telemetry.close()\n"
+        "print(values['stage2_ab/parse/empty'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == "1.0"
