@@ -20,11 +20,14 @@ from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     Engine,
+    GenerationJob,
+    GenerationRequest,
     InstalledWeights,
     InstallFault,
+    JobAborted,
+    WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import checksum_tensor

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.rollout_server.engine import Engine, EngineState
-from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import Engine, EngineState, GenerationJob, GenerationRequest, Sampling
 
 WAIT_S = 10.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swift_stage2.rollout_server.jobs import _let_go_of_frames
+from swift_stage2.rollout_server.engine import _let_go_of_frames
 
 
 def test_an_exception_that_is_its_own_cause_ends() -> None:

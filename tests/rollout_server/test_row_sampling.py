@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
-from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
+from swift_stage2.rollout_server.swift_generator import RowEnd, RowLedger, RowSampler, draw_uniforms
 
 CPU = torch.device("cpu")
 NO_TOKENS = torch.zeros((1, 0), dtype=torch.long)

@@ -16,7 +16,7 @@ from swift_stage2.weights.export import WeightExport
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_is_the_learners_manifest_in_the_engines_dtype(tmp_path: Path, tied: bool) -> None:
     from swift_stage2.demo import tiny_template
-    from swift_stage2.rollout_server.swift_seams import checkpoint_manifest
+    from swift_stage2.rollout_server.swift_generator import checkpoint_manifest
 
     tiny_template.register()
     model_dir = tmp_path / "model"
