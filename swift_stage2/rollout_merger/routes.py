@@ -20,9 +20,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2.errors import ProtocolError, UpstreamLost, UpstreamTimeout
-from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, InferPart
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, InferPart
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.servers import protocol
+from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.http_app import (
     BodyRoom,
     failed_requests,
@@ -138,7 +139,7 @@ class _MergerRoutes:
                 return body
         return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
 
-    async def _answer(self, item: InferPart | ControlCall, request: Request) -> Response:
+    async def _answer(self, item: InferPart | ExclusiveTask, request: Request) -> Response:
         answer = asyncio.wrap_future(item.future)
         answer.add_done_callback(retrieve)
         gone = asyncio.ensure_future(until_gone(request))
@@ -147,7 +148,9 @@ class _MergerRoutes:
             while not answer.done() and not gone.done():
                 await asyncio.wait(waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self._dispatcher.forget(item)
+                # A caller that ends may not wait for what it closes; it must be closed all the same.
+                if request.url.path != protocol.CLOSE_COMMUNICATOR:
+                    self._dispatcher.forget(item)
                 return Response(status_code=408)  # nobody reads it
             reply = item.future.result(timeout=0)
         finally:

@@ -93,7 +93,7 @@ class TransformersRolloutEngine(Engine):
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights, stamp))
+            future = self._queue.put_task(lambda: self._copy_weights(weights, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             raise RoundFailed(
@@ -140,11 +140,7 @@ class TransformersRolloutEngine(Engine):
 
     def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
         if isinstance(work, ExclusiveTask):
-            if work.future.set_running_or_notify_cancel():
-                try:
-                    work.future.set_result(work.call())
-                except Exception as error:  # handed to whoever waits for the task
-                    work.future.set_exception(error)
+            work.run()
             return
         for job in work:
             if job.aborted:
