@@ -124,9 +124,13 @@ class Dispatcher:
         except EngineUnavailable as error:
             raise UpstreamLost("the merger ends") from error
 
-    def forget(self, item: InferPart | ExclusiveTask) -> None:
-        """Nobody waits for it any more: it is not posted unless it has been already."""
-        item.future.cancel()
+    def forget(self, item: InferPart | ExclusiveTask, path: str) -> None:
+        """Nobody waits for this call of ``path`` any more: it is not posted unless it has been already.
+
+        A caller that ends may not wait for what it closes; it is closed all the same.
+        """
+        if path != protocol.CLOSE_COMMUNICATOR:
+            item.future.cancel()
         if isinstance(item, InferPart):
             item.is_forgotten = True
             self._queue.remove(item)

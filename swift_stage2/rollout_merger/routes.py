@@ -59,11 +59,10 @@ def create_app(
     dispatcher: Dispatcher,
     api_key: str | None = None,
     *,
-    upload_timeout_s: float = _UPLOAD_TIMEOUT_S,
     limits: RequestLimits | None = None,
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    routes = _MergerRoutes(dispatcher, upload_timeout_s, limits or RequestLimits())
+    routes = _MergerRoutes(dispatcher, limits or RequestLimits())
     table: dict[tuple[str, str], Callable[..., Any]] = {
         ("POST", protocol.INFER): routes.infer,
         **{("GET", path): routes.control for path in GET_PATHS},
@@ -73,11 +72,10 @@ def create_app(
 
 
 class _MergerRoutes:
-    def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float, limits: RequestLimits) -> None:
+    def __init__(self, dispatcher: Dispatcher, limits: RequestLimits) -> None:
         self._limits = limits
         self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
         self._dispatcher = dispatcher
-        self._upload_timeout_s = upload_timeout_s
         self._uploads: set[asyncio.Future[None]] = set()
         # Apart: the calls that settle and end a round must not wait for rollouts.
         self._room, self._control_room = (BodyRoom(_HELD_IN_BODIES * limits.body_bytes) for _ in range(2))
@@ -114,12 +112,12 @@ class _MergerRoutes:
         earlier = tuple(self._uploads)
         async with self._body(request, self._control_room) as raw:
             if earlier:
-                await asyncio.wait(earlier, timeout=self._upload_timeout_s)
+                await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
             item = self._dispatcher.control(request.method, request.url.path, raw)
             return await self._answer(item, request)
 
     def _body(self, request: Request, room: BodyRoom) -> AbstractAsyncContextManager[bytes]:
-        return room.body(request, self._limits.body_bytes, self._upload_timeout_s)
+        return room.body(request, self._limits.body_bytes, _UPLOAD_TIMEOUT_S)
 
     def _read(self, raw: bytes) -> InferBody | bytes | Response:
         """A part, the body of a call that goes alone, or the answer to one that a server which opens what it is told to
@@ -148,9 +146,7 @@ class _MergerRoutes:
             while not answer.done() and not gone.done():
                 await asyncio.wait(waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                # A caller that ends may not wait for what it closes; it must be closed all the same.
-                if request.url.path != protocol.CLOSE_COMMUNICATOR:
-                    self._dispatcher.forget(item)
+                self._dispatcher.forget(item, request.url.path)
                 return Response(status_code=408)  # nobody reads it
             reply = item.future.result(timeout=0)
         finally:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 
 _MOST_WORKERS = 2**16
 _KNOWS_NO_SUCH_CALL = (404, 405, 501)
@@ -64,12 +64,10 @@ def require_workers(session: ServerSession, deadline: Deadline) -> None:
     Raises:
         ServerFault: they do not.
     """
-    reply = session.post(protocol.RESET_PREFIX_CACHE, {}, deadline)
-    try:
-        succeeded = protocol.parse_cache_reset(reply)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.RESET_PREFIX_CACHE}: {error}") from error
-    if not succeeded or ask_state_keys(session, deadline) == ():
+    if (
+        not reset_cache(session, protocol.RESET_PREFIX_CACHE, deadline)
+        or ask_state_keys(session, deadline) == ()
+    ):
         raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
 
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession, read_reply
 from swift_stage2.servers.stock import ask_world_size
 
 _GIVE_UP_TIMEOUT_S = 5.0
@@ -94,10 +94,8 @@ def _ask_canary(
     num_copies = _num_copies(session, order, info)
     body = {"infer_requests": [order.canary.request] * num_copies, "request_config": order.canary.config}
     reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
-    try:
-        completions = protocol.parse_infer_reply(reply, num_copies)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.INFER}: {error}") from error
+    where = f"{session.base_url}{protocol.INFER}"
+    completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
     wanted = (order.version, info.incarnation)
     for completion in completions if not info.stock else ():
         if (stamp := (completion.weight_version, completion.incarnation)) != wanted:
@@ -117,10 +115,7 @@ def _check_sums(
     sent: Mapping[str, str],
     body: Any,
 ) -> None:
-    try:
-        proof = protocol.RoundProof.from_json(body)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.FINISH_ROUND}: {error}") from error
+    proof = read_reply(f"{session.base_url}{protocol.FINISH_ROUND}", protocol.RoundProof.from_json, body)
     loaded = set(proof.loaded)
     problems = [
         *_differences("arrived", sent, proof.arrived),

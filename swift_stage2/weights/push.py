@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
@@ -316,11 +316,7 @@ class ServerPush(threading.Thread):
             raise ServerFault(f"{session.base_url}: {fault}") from fault
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
-        try:
-            succeeded = protocol.parse_cache_reset(session.post(path, {}, self._order.deadline))
-        except ProtocolError as error:
-            raise ServerFault(f"{session.base_url}{path}: {error}") from error
-        if must_succeed and not succeeded:
+        if not reset_cache(session, path, self._order.deadline) and must_succeed:
             raise ServerFault(f"{session.base_url}{path} reports status: False; earlier commands failed")
 
     @contextmanager
