@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -722,9 +722,11 @@ class WatchedFence(InferFence):
         super().__init__(version=3, start_closed=True)
         self.someone_waits = threading.Event()
 
-    def _enter(self, timeout_s: float) -> Any:
+    @contextmanager
+    def ticket(self, timeout_s: float) -> Iterator[InferTicket]:
         try:
-            return super()._enter(timeout_s)
+            with super().ticket(timeout_s) as ticket:
+                yield ticket
         except TicketTimeout:
             self.someone_waits.set()
             raise
