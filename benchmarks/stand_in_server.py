@@ -30,13 +30,11 @@ from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import RoundFailed
-from swift_stage2.rollout_server import app
-from swift_stage2.rollout_server.engine import Engine
-from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
-from swift_stage2.rollout_server.row_sampling import RowEnd
-from swift_stage2.rollout_server.server_command import ServerCommand
-from swift_stage2.rollout_server.service import RolloutService
-from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, SwiftGenerator
+from swift_stage2.rollout_server import routes
+from swift_stage2.rollout_server.command_line import ServerCommand, serve
+from swift_stage2.rollout_server.engine import Engine, GenerationRequest, Sampling
+from swift_stage2.rollout_server.routes import RolloutService
+from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.rollout_server.weight_rounds import RoundState
@@ -213,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--stock", action="store_true")
     options = parser.parse_args(argv)
     if options.stock:
-        app.RolloutService = StockService  # type: ignore[attr-defined]
+        routes.RolloutService = StockService  # type: ignore[misc]
 
     def load() -> StandInGenerator:
         torch.set_num_threads(1)
@@ -227,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
         generator.learn(options.rows, options.latency_s)
         return generator
 
-    return app.serve(
+    return serve(
         ServerCommand(
             host="127.0.0.1",
             port=options.port,

@@ -30,8 +30,9 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.export import WeightExport, flatten
+from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.tensors import flatten
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
 BUDGET = 1.3

@@ -2,7 +2,7 @@
 
 The control group is gloo with a timeout of its own, so that a training collective and a decision can
 never be confused or share a deadline; its calls run on the main thread, on all ranks alike. Bytes for our own
-server travel without it: ``weight_stream``.
+server travel without it: ``weights/stream.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,29 +56,6 @@ class NoteBoard:
 
     def _ask(self, key: str) -> str | None:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-
-
-class ControlGroup(Protocol):
-    """Decisions that every rank takes alike. Vectors have the same length on every rank."""
-
-    @property
-    def notes(self) -> NoteBoard: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]: ...
-
-    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]: ...
-
-    def broadcast(self, message: Any) -> Any: ...
-
-    def gather(self, text: str) -> tuple[str, ...]: ...
-
-    def close(self) -> None: ...
 
 
 class SingleRank:
@@ -152,6 +129,10 @@ class GlooControlGroup:
     def close(self) -> None:
         """Leaves the group; later calls on it are errors."""
         dist.destroy_process_group(self._group)
+
+
+ControlGroup = SingleRank | GlooControlGroup
+"""Decisions that every rank takes alike. Vectors have the same length on every rank."""
 
 
 def join_control_group(timeout_s: float) -> ControlGroup:
@@ -230,7 +211,9 @@ class GlooCommunicator:
         Ends within ``timeout_s``, by default the communicator's own.
         """
         timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        _broadcast(self._members, tensor, src, timeout)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = src, timeout
+        self._members.broadcast([tensor], options).wait(timeout)
 
     def _own_address(self) -> str:
         """The learner, the highest rank, routes to the store and leaves its address there; the others route to that.
@@ -243,10 +226,3 @@ class GlooCommunicator:
         address = local_address_towards(self.group.store.host, self.group.store.port)
         store.set("learner", address)
         return address
-
-
-def _broadcast(group: Any, tensor: torch.Tensor, root: int, timeout: datetime.timedelta) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    options.timeout = timeout
-    group.broadcast([tensor], options).wait(timeout)

@@ -198,7 +198,7 @@ class Learner:
             return
         if self._pending_since is None:
             self._pending_since = time.monotonic()
-        b.fence.close(timeout_s=0)
+        b.fence.close()
         # In this order: a lane that gives up an abandoned POST makes its server suspect in the same moment.
         busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
         suspects = b.client.suspects
@@ -243,7 +243,7 @@ class Learner:
         b.client.withdraw(lost)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if not b.rounds.proven:
-            b.fence.close(timeout_s=0)
+            b.fence.close()
         self._events.record_warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
 
     def _reserve(self, num_packs: int) -> Reservation[Pack] | None:

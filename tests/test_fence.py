@@ -72,64 +72,39 @@ def test_a_ticket_is_returned_when_its_call_raises() -> None:
     fence = InferFence()
     with pytest.raises(ZeroDivisionError), fence.ticket(timeout_s=0):
         raise ZeroDivisionError
-    assert fence.close(timeout_s=0)
+    assert fence.close()
 
 
-def test_close_waits_for_the_post_and_newcomers_get_the_new_version(
-    background: Callable[..., Future[Any]],
-) -> None:
+def test_newcomers_wait_for_the_drain_and_get_the_new_version(background: Callable[..., Future[Any]]) -> None:
     fence = WatchedFence(version=1)
     with post_in_flight(fence) as end_post:
-        closing = background(fence.close, timeout_s=LONG_S)
-        fence.expect_waiter()
+        assert fence.close() is False
+        assert not fence.is_open
         newcomer = background(version_of_next_ticket, fence)
         fence.expect_waiter()
-        assert not closing.done()
         end_post()
-        assert closing.result(timeout=LONG_S) is True
+        assert fence.close() is True
         assert not newcomer.done()
         assert fence.in_flight == 0
     fence.reopen(2)
     assert newcomer.result(timeout=LONG_S) == 2
 
 
-def test_a_close_that_runs_out_of_time_leaves_the_fence_closed() -> None:
-    fence = InferFence()
-    with post_in_flight(fence) as end_post:
-        assert fence.close(timeout_s=0.01) is False
-        assert not fence.is_open
-        with pytest.raises(TicketTimeout, match=r"timeout_s=0\.01"):
-            fence.ticket(timeout_s=0.01).__enter__()
-        assert fence.close(timeout_s=0) is False
-        end_post()
-    assert fence.close(timeout_s=0) is True
-    fence.reopen(1)
-    assert version_of_next_ticket(fence) == 1
-
-
-def test_close_now_never_waits() -> None:
+def test_close_never_waits_and_a_ticket_tells_how_long_it_waited() -> None:
     fence = WatchedFence()
     with post_in_flight(fence):
-        assert fence.close_now() is False
+        assert fence.close() is False
         assert not fence.waiting.acquire(blocking=False)
+        with pytest.raises(TicketTimeout, match=r"timeout_s=0\.01"):
+            fence.ticket(timeout_s=0.01).__enter__()
 
 
 def test_a_fence_may_reopen_while_a_post_is_still_running() -> None:
     fence = InferFence(version=3)
     with post_in_flight(fence):
-        assert not fence.close(timeout_s=0)
+        assert not fence.close()
         fence.reopen(3)
         assert version_of_next_ticket(fence) == 3
-
-
-def test_reopening_ends_a_close_that_still_waits(background: Callable[..., Future[Any]]) -> None:
-    fence = WatchedFence()
-    with post_in_flight(fence):
-        closing = background(fence.close, timeout_s=LONG_S)
-        fence.expect_waiter()
-        fence.reopen(1)
-        assert closing.result(timeout=LONG_S) is False
-    assert fence.is_open
 
 
 def test_a_fence_may_start_closed() -> None:
@@ -144,8 +119,7 @@ def test_a_fence_may_start_closed() -> None:
 def test_shutdown_wakes_every_waiter(background: Callable[..., Future[Any]]) -> None:
     fence = WatchedFence()
     with post_in_flight(fence):
-        closing = background(fence.close, timeout_s=LONG_S)
-        fence.expect_waiter()
+        fence.close()
         asking = [background(version_of_next_ticket, fence) for _ in range(3)]
         for _ in asking:
             fence.expect_waiter()
@@ -153,7 +127,6 @@ def test_shutdown_wakes_every_waiter(background: Callable[..., Future[Any]]) -> 
         for asker in asking:
             with pytest.raises(FenceShutDown):
                 asker.result(timeout=1)
-        assert closing.result(timeout=1) is False
 
 
 def test_after_shutdown_nothing_opens_again() -> None:
@@ -163,37 +136,8 @@ def test_after_shutdown_nothing_opens_again() -> None:
     with pytest.raises(FenceShutDown):
         fence.ticket(timeout_s=LONG_S).__enter__()
     with pytest.raises(FenceShutDown):
-        fence.round_ticket().__enter__()
-    with pytest.raises(FenceShutDown):
         fence.reopen(1)
-    assert fence.close(timeout_s=LONG_S) is True
-
-
-def test_a_round_ticket_needs_a_closed_and_drained_fence(background: Callable[..., Future[Any]]) -> None:
-    fence = WatchedFence(version=4)
-    with pytest.raises(TicketTimeout):
-        fence.round_ticket().__enter__()
-    with post_in_flight(fence) as end_post:
-        fence.close(timeout_s=0)
-        with pytest.raises(TicketTimeout, match="closed and drained"):
-            fence.round_ticket().__enter__()
-        holder = fence.round_ticket(timeout_s=LONG_S)
-        entering = background(holder.__enter__)
-        fence.expect_waiter()
-        end_post()
-        assert entering.result(timeout=LONG_S).version == 4
-    assert fence.close(timeout_s=0) is False, "the canary is in flight"
-    with fence.round_ticket() as second:
-        assert second.version == 4
-    holder.__exit__(None, None, None)
-    assert fence.close(timeout_s=0) is True
-
-
-def test_a_holder_covers_one_call() -> None:
-    holder = InferFence().ticket(timeout_s=0)
-    with holder:
-        with pytest.raises(RuntimeError, match="one ticket covers one call"):
-            holder.__enter__()
+    assert fence.close() is True
 
 
 def test_a_holder_that_never_entered_leaves_nothing_behind() -> None:
@@ -205,15 +149,14 @@ def test_a_holder_that_never_entered_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("timeout_s", [None, -1.0, math.inf, math.nan])
 def test_no_wait_without_a_deadline(timeout_s: Any) -> None:
     fence = InferFence()
-    for ask in (fence.ticket, fence.round_ticket, fence.close):
-        with pytest.raises(ValueError, match="finite deadline"):
-            ask(timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="finite deadline"):
+        fence.ticket(timeout_s=timeout_s).__enter__()
     assert fence.is_open
 
 
 def test_versions_only_grow() -> None:
     fence = InferFence(version=5)
-    fence.close(timeout_s=0)
+    fence.close()
     with pytest.raises(ValueError, match="got version=4 after 5"):
         fence.reopen(4)
     assert not fence.is_open
@@ -238,7 +181,8 @@ def test_no_call_of_an_old_version_runs_inside_a_round(background: Callable[...,
 
     pipelines = [background(infer) for _ in range(4)]
     for version in range(1, num_rounds + 1):
-        assert fence.close(timeout_s=LONG_S)
+        while not fence.close():
+            pass
         weights[0] = version
         fence.reopen(version)
         version_of_next_ticket(fence)

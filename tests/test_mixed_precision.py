@@ -12,7 +12,7 @@ from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.assembly import start_run
-from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS
+from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS
 
 
 @pytest.mark.parametrize("bf16", [True, False])

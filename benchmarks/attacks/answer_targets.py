@@ -28,7 +28,7 @@ from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.servers import protocol
-from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.servers.session import Deadline, ServerSession
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.faults.commit import INSTALL, INSTALL_SEEN, Switches
-from swift_stage2.rollout_server.app import serve
-from swift_stage2.rollout_server.command_line import parse_command
+from swift_stage2.rollout_server.command_line import parse_command, serve
 from swift_stage2.rollout_server.engine import Engine, InstallFault
 
 _POLL_S = 0.05

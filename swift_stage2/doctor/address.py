@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import queue
 import socket
@@ -15,6 +14,7 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, faile
 from swift_stage2.preflight.addresses import refuse_busy_group_port
 from swift_stage2.preflight.checks import Known
 from swift_stage2.process.ports import holder_of, is_here
+from swift_stage2.process.route import is_loopback
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -67,7 +67,7 @@ def check_api_key(rollout: RolloutConfig) -> Outcome[None]:
                 f"set {name} to printable ASCII without spaces",
             )
         return ok(f"{name} is set; it is sent to every server")
-    remote = [server.base_url for server in rollout.servers if not _is_loopback_name(server.host)]
+    remote = [server.base_url for server in rollout.servers if not is_loopback(server.host)]
     if remote:
         return warning(
             f"{name} is not set, and {remote[0]} is not on loopback: whoever reaches it can replace the weights",
@@ -142,10 +142,3 @@ def _catching_proxies(server: ServerConfig) -> list[str]:
         return []
     wanted = {f"{scheme}_proxy", "all_proxy"}
     return sorted(name for name, value in os.environ.items() if name.lower() in wanted and value)
-
-
-def _is_loopback_name(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,8 +17,7 @@ from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_state_keys, ask_world_size, is_foreign
-from swift_stage2.weights.stock_names import differing_names
+from swift_stage2.servers.stock import ask_state_keys, ask_world_size, differing_names, is_foreign
 
 ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
 _REFUSED_KEYS = (401, 403)

@@ -12,7 +12,7 @@ import torch
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.measuring import timed
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.weights.checksum import all_finite, checksum_tensor
+from swift_stage2.weights.tensors import all_finite, checksum_tensor
 
 _PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.

@@ -22,7 +22,7 @@ import torch
 from swift_stage2.errors import CheckFailed
 from swift_stage2.gpu_check.measuring import synchronise, timed
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 _BYTES = 1 << 30
 _REHEARSED_BYTES = 1 << 20

@@ -24,8 +24,8 @@ from swift_stage2.gpu_check.models import (
     make_qwen3_vl,
 )
 from swift_stage2.gpu_check.stage import Context
-from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.tensors import WeightBucket
 
 _BUCKET_BYTES = 512 << 20
 _GIB = 1 << 30

@@ -22,7 +22,7 @@ from swift_stage2.process.route import why_deaf
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.servers.listener import (
+from swift_stage2.servers.http_app import (
     SHUTDOWN_GRACE_S,
     HttpServer,
     bind,

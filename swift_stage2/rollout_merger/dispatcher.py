@@ -33,8 +33,6 @@ from swift_stage2.servers.call import Answer, ServerCaller
 _log = logging.getLogger(__name__)
 _OK = 200
 _POSTS_REMEMBERED = 8
-# A caller that ends may not wait for it; what it closes must be closed all the same.
-_POSTED_WITHOUT_CALLER = frozenset({protocol.CLOSE_COMMUNICATOR})
 
 
 @dataclass(eq=False, slots=True)
@@ -48,16 +46,6 @@ class InferPart:
     @property
     def key(self) -> str:
         return self.body.key
-
-
-@dataclass(eq=False, slots=True)
-class ControlCall:
-    """Any other call, passed on as it came."""
-
-    method: str
-    path: str
-    body: bytes
-    future: Future[Answer] = field(default_factory=Future)
 
 
 class _NoWeights(UpstreamLost):
@@ -97,7 +85,6 @@ class Dispatcher:
             max_batch_size=max_batch_size, gather_s=gather_s, size_of=lambda part: part.body.num_requests
         )
         self._lock = threading.Lock()
-        self._waiting_control: dict[ControlCall, Future[Any]] = {}
         self._last: dict[str, Any] | None = None  # how the latest call to the server ended
         self._last_ended = 0.0  # monotonic seconds
         self._running: tuple[str, int] | None = None
@@ -126,23 +113,23 @@ class Dispatcher:
             raise UpstreamLost("the merger ends") from error
         return part
 
-    def control(self, method: str, path: str, body: bytes) -> ControlCall:
-        """Queues any other call; its future is as a part's.
+    def control(self, method: str, path: str, body: bytes) -> ExclusiveTask:
+        """Queues any other call, passed on as it came; its future is as a part's.
 
         Raises:
             UpstreamLost: the merger ends.
         """
-        call = ControlCall(method, path, body)
-        with self._lock:
-            try:
-                self._waiting_control[call] = self._queue.put_task(lambda: self._control(call))
-            except EngineUnavailable as error:
-                raise UpstreamLost("the merger ends") from error
-        return call
+        try:
+            return self._queue.put_task(lambda: self._control(method, path, body))
+        except EngineUnavailable as error:
+            raise UpstreamLost("the merger ends") from error
 
-    def forget(self, item: InferPart | ControlCall) -> None:
-        """Nobody waits for it any more: it is not posted unless it has been already."""
-        if isinstance(item, InferPart) or item.path not in _POSTED_WITHOUT_CALLER:
+    def forget(self, item: InferPart | ExclusiveTask, path: str) -> None:
+        """Nobody waits for this call of ``path`` any more: it is not posted unless it has been already.
+
+        A caller that ends may not wait for what it closes; it is closed all the same.
+        """
+        if path != protocol.CLOSE_COMMUNICATOR:
             item.future.cancel()
         if isinstance(item, InferPart):
             item.is_forgotten = True
@@ -158,7 +145,7 @@ class Dispatcher:
                 "last_call": last and {**last, "seconds_ago": round(time.monotonic() - self._last_ended, 3)},
                 "running": running and {"path": running[0], "num_requests": running[1]},
                 "num_waiting": len(self._queue),
-                "num_waiting_control": len(self._waiting_control),
+                "num_waiting_control": self._queue.num_tasks,
                 "num_posts": self._num_posts,
                 "num_requests": self._num_requests,
             }
@@ -184,7 +171,7 @@ class Dispatcher:
     def _work(self) -> None:
         while (taken := self._queue.take()) is not None:
             if isinstance(taken, ExclusiveTask):
-                taken.call()
+                taken.run()
                 continue
             parts = [part for part in taken if part.future.set_running_or_notify_cancel()]
             if not parts:
@@ -245,26 +232,18 @@ class Dispatcher:
         _log.info("%d parts are asked one by one: status %d for all together", len(parts), reply.status)
         return None
 
-    def _control(self, call: ControlCall) -> None:
-        with self._lock:
-            self._waiting_control.pop(call, None)
-        if not call.future.set_running_or_notify_cancel():
-            return
+    def _control(self, method: str, path: str, body: bytes) -> Answer:
         try:
-            if call.path == protocol.INFER:  # one that cannot be merged
+            if path == protocol.INFER:  # one that cannot be merged
                 self._refuse_without_weights()
-            reply = self._call(call.method, call.path, call.body, 0, protocol.MOST_CONTROL_BYTES)
+            reply = self._call(method, path, body, 0, protocol.MOST_CONTROL_BYTES)
         except (UpstreamLost, UpstreamTimeout) as error:
-            self._break([call], error)
-            return
-        except Exception as error:  # inside the one thread: its end would leave every caller waiting
-            _log.exception("%s failed in the merger itself", call.path)
-            call.future.set_exception(error)
-            return
-        if call.path == protocol.PROCESS_WEIGHTS and reply.status == _OK:
+            self._break([], error)
+            raise
+        if path == protocol.PROCESS_WEIGHTS and reply.status == _OK:
             with self._lock:
                 self._needs_weights = False
-        call.future.set_result(reply)
+        return reply
 
     def _call(self, method: str, path: str, body: bytes, num_requests: int, most_bytes: int) -> Answer:
         with self._lock:
@@ -287,7 +266,7 @@ class Dispatcher:
                 self._has_answered |= answered
                 self._is_lost &= not answered
 
-    def _break(self, items: Sequence[InferPart | ControlCall], error: UpstreamLost | UpstreamTimeout) -> None:
+    def _break(self, parts: Sequence[InferPart], error: UpstreamLost | UpstreamTimeout) -> None:
         """What was lost is lost for all that was meant for the lost server, not only for what it was doing."""
         if isinstance(error, _NoWeights):
             pass  # refused here: the server itself is there, and a round's own calls may wait behind this one
@@ -300,17 +279,11 @@ class Dispatcher:
             self._fail(self._queue.clear(), error)
         else:
             _log.warning("%s", error)
-        for item in items:
-            item.future.set_exception(error)
+        for part in parts:
+            part.future.set_exception(error)
 
     def _fail(self, left: Sequence[InferPart | ExclusiveTask], error: Exception) -> None:
-        with self._lock:
-            tasks = {item.future for item in left if isinstance(item, ExclusiveTask)}
-            calls = [call for call, future in self._waiting_control.items() if future in tasks]
-            for call in calls:
-                del self._waiting_control[call]
-        items: list[InferPart | ControlCall] = [item for item in left if isinstance(item, InferPart)]
-        for item in items + calls:
+        for item in left:
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(error)
 

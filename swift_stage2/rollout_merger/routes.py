@@ -20,9 +20,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2.errors import ProtocolError, UpstreamLost, UpstreamTimeout
-from swift_stage2.rollout_merger.dispatcher import ControlCall, Dispatcher, InferPart
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, InferPart
 from swift_stage2.rollout_merger.merged_post import InferBody, mergeable
 from swift_stage2.servers import protocol
+from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.http_app import (
     BodyRoom,
     failed_requests,
@@ -58,11 +59,10 @@ def create_app(
     dispatcher: Dispatcher,
     api_key: str | None = None,
     *,
-    upload_timeout_s: float = _UPLOAD_TIMEOUT_S,
     limits: RequestLimits | None = None,
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    routes = _MergerRoutes(dispatcher, upload_timeout_s, limits or RequestLimits())
+    routes = _MergerRoutes(dispatcher, limits or RequestLimits())
     table: dict[tuple[str, str], Callable[..., Any]] = {
         ("POST", protocol.INFER): routes.infer,
         **{("GET", path): routes.control for path in GET_PATHS},
@@ -72,11 +72,10 @@ def create_app(
 
 
 class _MergerRoutes:
-    def __init__(self, dispatcher: Dispatcher, upload_timeout_s: float, limits: RequestLimits) -> None:
+    def __init__(self, dispatcher: Dispatcher, limits: RequestLimits) -> None:
         self._limits = limits
         self._decoders = ThreadPoolExecutor(_DECODING_THREADS, thread_name_prefix="decode")
         self._dispatcher = dispatcher
-        self._upload_timeout_s = upload_timeout_s
         self._uploads: set[asyncio.Future[None]] = set()
         # Apart: the calls that settle and end a round must not wait for rollouts.
         self._room, self._control_room = (BodyRoom(_HELD_IN_BODIES * limits.body_bytes) for _ in range(2))
@@ -113,12 +112,12 @@ class _MergerRoutes:
         earlier = tuple(self._uploads)
         async with self._body(request, self._control_room) as raw:
             if earlier:
-                await asyncio.wait(earlier, timeout=self._upload_timeout_s)
+                await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
             item = self._dispatcher.control(request.method, request.url.path, raw)
             return await self._answer(item, request)
 
     def _body(self, request: Request, room: BodyRoom) -> AbstractAsyncContextManager[bytes]:
-        return room.body(request, self._limits.body_bytes, self._upload_timeout_s)
+        return room.body(request, self._limits.body_bytes, _UPLOAD_TIMEOUT_S)
 
     def _read(self, raw: bytes) -> InferBody | bytes | Response:
         """A part, the body of a call that goes alone, or the answer to one that a server which opens what it is told to
@@ -138,7 +137,7 @@ class _MergerRoutes:
                 return body
         return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
 
-    async def _answer(self, item: InferPart | ControlCall, request: Request) -> Response:
+    async def _answer(self, item: InferPart | ExclusiveTask, request: Request) -> Response:
         answer = asyncio.wrap_future(item.future)
         answer.add_done_callback(retrieve)
         gone = asyncio.ensure_future(until_gone(request))
@@ -147,7 +146,7 @@ class _MergerRoutes:
             while not answer.done() and not gone.done():
                 await asyncio.wait(waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self._dispatcher.forget(item)
+                self._dispatcher.forget(item, request.url.path)
                 return Response(status_code=408)  # nobody reads it
             reply = item.future.result(timeout=0)
         finally:

@@ -1,37 +1,65 @@
-"""``swift-stage2 rollout``: what it was asked to do, where to listen, and which engine to build there.
+"""``swift-stage2 rollout``: reads which engine to serve where, binds the port, serves until SIGTERM.
 
-Nothing heavy is imported before the command line has been read, so that a mistake is told at once. With
-``--engine transformers`` every option is ours. With ``--engine vllm`` the options are those of ``swift rollout``: only
-what is needed before the model is read here, all else goes to ms-swift's own parser as it was written.
+Nothing heavy is imported before the command line has been read, so that a mistake is told at once: one line and exit
+status 2. With ``--engine vllm`` the options are those of ``swift rollout``: only what is needed before the model is
+read here, all else goes to ms-swift's own parser as it was written. The port is never another one, and answers at once
+(``/health/`` says 503 while the model loads).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
+import socket
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id
+from swift_stage2.process.children import ServerChildren
+from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
-from swift_stage2.rollout_server.engine import Engine
-from swift_stage2.rollout_server.server_command import ServerCommand
-from swift_stage2.servers.request_checks import add_limits, positive_integer, read_limits
+from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.servers.request_checks import RequestLimits, add_limits, positive_integer, read_limits
+from swift_stage2.terminal.output import let_go, print_error
 from swift_stage2.terminal.parser import CommandParser
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
+    from swift_stage2.servers.http_app import HttpServer
 
+_log = logging.getLogger(__name__)
+_EXIT_USER_ERROR = 2
+_LOAD_POLL_S = 3600.0
+_ENGINE_POLL_S = 0.2
+_CLOSE_TIMEOUT_S = 15.0
 CPU_SUPPORT = "swift_stage2_cpu"
 _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """Where to listen, and with which engine. ``start_engine`` begins to load and returns at once."""
+
+    host: str
+    port: int  # 0 takes any free one
+    api_key: str | None
+    has_children: bool  # the engine starts processes of its own
+    start_engine: Callable[[], Engine]
+    group_bind: str | None = None  # address for weights; None is ``host``
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parse_command(argv)
     if command.has_children:
         require_vllm()
-    from swift_stage2.rollout_server.app import serve
-
     return serve(command)
 
 
@@ -58,6 +84,69 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
     _add_engine(first)
     chosen, rest = first.parse_known_args(argv)
     return ENGINES[chosen.engine](rest)
+
+
+def serve(command: ServerCommand) -> int:
+    """Runs what the command line asked for. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be
+    loaded, 1 if it broke.
+
+    It ends this process instead of returning: no thread that still waits for something may hold it up.
+
+    Raises:
+        UserError: the address is taken or not this machine's.
+    """
+    from swift_stage2.servers.http_app import bind, configure_logging, warn_when_open
+
+    with bind(command.host, command.port) as listener:
+        configure_logging()
+        warn_when_open(command.host, command.api_key)
+        with ServerChildren() if command.has_children else nullcontext():
+            status = _serve(command, listener)
+    # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
+    # many seconds to tear down, and may hang in it.
+    logging.shutdown()
+    let_go()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve(command: ServerCommand, listener: socket.socket) -> int:
+    from swift_stage2.rollout_server.routes import RolloutService, create_app
+    from swift_stage2.servers.http_app import HttpServer
+
+    engine = command.start_engine()
+    service = RolloutService(engine, command.group_bind or command.host)
+    server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
+    host, port = listener.getsockname()[:2]
+    ended = threading.Event()
+    watcher = threading.Thread(
+        target=_watch, args=(engine, server, f"{host}:{port}", ended), name="engine-watcher", daemon=True
+    )
+    watcher.start()
+    server.serve_on(listener)
+    ended.set()
+    broken = engine.status()
+    engine.close(timeout_s=_CLOSE_TIMEOUT_S)
+    if broken.state is not EngineState.BROKEN:
+        return 0
+    never_loaded = not engine.manifest()
+    where = "" if Path(engine.model).exists() else " (no such directory is here: it was looked for on a hub)"
+    what = f"model {engine.model} was not loaded{where}" if never_loaded else "the engine broke"
+    print_error("rollout", f"{what}: {broken.detail}")
+    return _EXIT_USER_ERROR if never_loaded else 1
+
+
+def _watch(engine: Engine, server: HttpServer, address: str, ended: threading.Event) -> None:
+    """Tells when the engine is ready, gives memory back while it idles, and ends the server when the engine breaks:
+    only a new process helps then."""
+    engine.wait_loaded(_LOAD_POLL_S)
+    if engine.status().state is EngineState.READY:
+        _log.info("serving %s on http://%s", engine.model, address)
+    heap = HeapTrim()
+    while (status := engine.status()).state is not EngineState.BROKEN and not ended.wait(_ENGINE_POLL_S):
+        if status.num_waiting + status.num_running == 0:
+            heap.after_round()  # or after requests: pictures leave heaps behind as pushes do
+    server.should_exit = True
 
 
 def require_vllm(who: str = "a server on vLLM", *, without_gpu: bool = False) -> None:
@@ -115,8 +204,7 @@ def _load_transformers(
 
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    from swift_stage2.rollout_server.swift_generator import import_external_file
-    from swift_stage2.rollout_server.swift_seams import refuse_foreign_code
+    from swift_stage2.rollout_server.swift_generator import import_external_file, refuse_foreign_code
 
     if not options.trust_remote_code:
         refuse_foreign_code()
@@ -183,7 +271,7 @@ def swift_rollout_builder(
         from swift_stage2.rollout_server.vllm_generator import build_generator
 
         if not trusts_code:
-            from swift_stage2.rollout_server.swift_seams import refuse_foreign_code
+            from swift_stage2.rollout_server.swift_generator import refuse_foreign_code
 
             refuse_foreign_code()
         return build_generator(swift_argv, trusts_code=trusts_code)

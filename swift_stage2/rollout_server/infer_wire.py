@@ -13,7 +13,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from swift_stage2.errors import ProtocolError
-from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.servers.protocol import Completion, may_abort
 from swift_stage2.servers.request_checks import CONVERSATION_KEYS, RequestLimits, check_conversations
 from swift_stage2.servers.wire_record import mapping

@@ -1,7 +1,7 @@
 """The routes of the rollout server: stock ``swift rollout``'s paths, and ours under ``/stage2/``.
 
-A route checks its body, asks the service, and turns errors into statuses; it decides nothing. Whatever may wait, or
-takes long for a large call, runs off the event loop, so that ``/health/`` always answers at once.
+A route checks its body, asks engine or rounds, and turns errors into statuses; it decides nothing. Whatever may wait,
+or takes long for a large call, runs off the event loop, so that ``/health/`` always answers at once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import json
 import threading
+import uuid
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -21,11 +23,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import CacheKind
+from swift_stage2.rollout_server.engine import CacheKind, Engine, EngineState, GenerationJob, WeightStamp
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
-from swift_stage2.rollout_server.jobs import GenerationJob, WeightStamp
-from swift_stage2.rollout_server.service import RolloutService
 from swift_stage2.rollout_server.weight_receiver import Bucket
+from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import (
     BodyRoom,
@@ -33,9 +34,9 @@ from swift_stage2.servers.http_app import (
     make_app,
     parse_json,
     retrieve,
-    until_gone,
+    while_attended,
 )
-from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest
+from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest, ServerInfo
 from swift_stage2.servers.request_checks import RequestLimits
 
 _DISCONNECT_POLL_S = 0.25
@@ -54,6 +55,59 @@ _CACHES = {
 }
 
 ResultT = TypeVar("ResultT")
+
+
+class RolloutService:
+    """What the routes talk to. ``incarnation`` is new at every start of the process."""
+
+    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
+        """``host``: the address to listen on for weights, too."""
+        self.engine = engine
+        self.incarnation = uuid.uuid4().hex
+        self.rounds = WeightRounds(engine, self.incarnation, host=host)
+
+    def end_work(self) -> None:
+        """Ends the open round and what is being generated, because the server is asked to end."""
+        self.rounds.close()
+        self.engine.abort()
+
+    def state(self) -> str:
+        """The engine's state unless it is ready; then the state of the weight rounds."""
+        engine_state = self.engine.status().state
+        return str(engine_state if engine_state is not EngineState.READY else self.rounds.state)
+
+    def info(self) -> ServerInfo:
+        stamp = self.engine.stamp
+        return ServerInfo(
+            stock=False,
+            incarnation=self.incarnation,
+            engine=self.engine.name,
+            model=_absolute(self.engine.model),
+            weight_version=stamp.version,
+            run_id=stamp.run_id,
+            state=self.state(),
+            can_abort=self.engine.can_abort,
+            manifest=self.engine.manifest(),
+        )
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the engine can answer, and what it does; never waits for it."""
+        status = self.engine.status()
+        ready = status.state is EngineState.READY
+        return ready, {
+            "status": "ok" if ready else str(status.state),
+            "state": self.state(),
+            "detail": status.detail,
+            "num_waiting": status.num_waiting,
+            "num_running": status.num_running,
+            "batches_run": status.batches_run,
+            "completions_made": status.completions_made,
+        }
+
+
+def _absolute(model: str) -> str:
+    """A directory so that others on this machine find it, too; a hub id as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def create_app(
@@ -274,39 +328,6 @@ def _over(jobs: list[GenerationJob]) -> asyncio.Future[None]:
     for job in jobs:
         job.future.add_done_callback(count)
     return over
-
-
-async def while_attended(
-    request: Request, pool: Executor, call: Callable[[threading.Event], ResultT]
-) -> ResultT:
-    """What ``call`` returns, on a thread of ``pool``, for as long as the caller who asked for it is there.
-
-    A call that waits for its turn when its caller goes is never begun; one that has begun is told by the event that it
-    gets, and ends its waits.
-
-    Raises:
-        EngineUnavailable: the caller has gone.
-    """
-    if await request.is_disconnected():  # while its body was read, or while it waited
-        raise EngineUnavailable("the caller has gone; nothing is begun")
-    given_up = threading.Event()
-    waiting = [call]  # taken out when its turn comes, or when nobody waits for it: it may hold a body
-    job = pool.submit(lambda: waiting.pop()(given_up))
-    work: asyncio.Future[Any] = asyncio.wrap_future(job)
-    work.add_done_callback(retrieve)
-    gone: asyncio.Future[Any] = asyncio.create_task(until_gone(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise EngineUnavailable("the caller has gone; nothing is waited for")
-        result: ResultT = work.result()  # deadline: it has ended
-        return result
-    finally:
-        given_up.set()
-        if job.cancel():  # it has not begun; the pool forgets it at its turn only
-            waiting.clear()
-        work.cancel()
-        gone.cancel()
 
 
 def _port_and_timeout(body: Any) -> tuple[int, float]:

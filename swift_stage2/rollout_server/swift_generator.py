@@ -1,16 +1,20 @@
-"""ms-swift's TransformersEngine with rows that are drawn, limited and aborted one by one.
+"""ms-swift's TransformersEngine with rows that are drawn, limited and aborted one by one; its seams for both engines.
 
-Encodes one conversation (any thread) and generates one batch of encoded rows (the engine thread only). The
-one file of the server that knows ms-swift; errors of its templates leave it as they are, per row.
+A row's draws depend on its seed alone, so that rows of different callers share a batch without sharing randomness.
+Nothing is opened by name and no checkpoint's code runs. Errors of ms-swift's templates leave as they are, per row.
+Imported on the engine's thread: ms-swift takes seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -18,25 +22,138 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    dynamic_module_utils,
 )
 
 from swift_stage2.compat import declare_operators
-from swift_stage2.errors import SampleError
-from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
-from swift_stage2.rollout_server.row_sampling import RowEnd, RowLedger, RowSampler, draw_uniforms
-from swift_stage2.rollout_server.swift_seams import decode_images, seal_template
+from swift_stage2.errors import SampleError, UserError
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
+from swift_stage2.servers.image_opening import decode_image
+from swift_stage2.servers.protocol import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 
 from swift.infer_engine import TransformersEngine  # noqa: E402
+from swift.model import get_model_processor  # noqa: E402
 from swift.template.utils import StopWordsCriteria  # noqa: E402
 from swift.utils import import_external_file, to_device  # noqa: E402
 
 __all__ = ["EncodedRow", "GeneratedRow", "SwiftGenerator", "import_external_file"]
+
+
+def draw_uniforms(seeds: Sequence[int | None], num_steps: int, device: torch.device) -> torch.Tensor:
+    """Uniform numbers in [0, 1), shape (rows, num_steps), float64; row i depends on ``seeds[i]`` only.
+
+    Drawn on the CPU, so that a seed means the same on every device.
+    """
+    rows = []
+    for seed in seeds:
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        rows.append(torch.rand(num_steps, dtype=torch.float64, generator=generator))
+    return torch.stack(rows).to(device)
+
+
+class RowSampler(LogitsProcessor):
+    """Warps scores and leaves one token per row the largest: the drawn one, or the best when greedy.
+
+    Inverse transform sampling over the cumulative probabilities. With ``uniforms`` None the choice is greedy.
+    """
+
+    def __init__(
+        self, warpers: Sequence[LogitsProcessor], uniforms: torch.Tensor | None, *, with_log_probs: bool
+    ) -> None:
+        self._warpers = tuple(warpers)
+        self._uniforms = uniforms
+        self._with_log_probs = with_log_probs
+        self._log_probs: list[torch.Tensor] = []
+        self._step = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        for warp in self._warpers:
+            scores = warp(input_ids, scores)
+        chosen = self._choose(scores)
+        if self._with_log_probs:
+            self._log_probs.append(torch.log_softmax(scores.float(), -1).gather(1, chosen))
+        self._step += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)  # type: ignore[return-value]
+
+    def log_probs(self) -> list[list[float]] | None:
+        """Per row, the log-probability of every token chosen so far under the warped distribution."""
+        return torch.cat(self._log_probs, dim=1).tolist() if self._log_probs else None
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        if self._uniforms is None:
+            return scores.argmax(-1, keepdim=True)
+        cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
+        threshold = self._uniforms[:, self._step : self._step + 1] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=scores.shape[-1] - 1)
+
+
+class RowEnd(IntEnum):
+    """Why a row ended; the names are the wire's finish reasons."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+class RowLedger(StoppingCriteria):
+    """Ends rows and remembers where: a stop token counts before the limit, the limit before an abort.
+
+    ``lengths`` counts the tokens of a row including its stop token, so that a padding token that was really
+    sampled is never mistaken for padding.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_length: int,
+        limits: Sequence[int],
+        stop_token_ids: Sequence[int],
+        stop_words: StoppingCriteria | None,
+        aborted: Callable[[], Sequence[bool]],
+        device: torch.device,
+    ) -> None:
+        self._prompt_length = prompt_length
+        self._limits = torch.tensor(limits, device=device)
+        self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
+        self._stop_words = stop_words
+        self._aborted = aborted
+        self._ends = torch.full((len(limits),), RowEnd.RUNNING, device=device)
+        self._lengths = torch.zeros(len(limits), dtype=torch.long, device=device)
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: object
+    ) -> torch.BoolTensor:
+        length = input_ids.shape[1] - self._prompt_length
+        running = self._ends == RowEnd.RUNNING
+        stopped = torch.isin(input_ids[:, -1], self._stop_token_ids)
+        if self._stop_words is not None:
+            stopped |= self._stop_words(input_ids, scores)
+        aborted = torch.tensor(self._aborted(), device=stopped.device)
+        end = torch.where(aborted, RowEnd.ABORT, RowEnd.RUNNING)
+        end = torch.where(self._limits <= length, RowEnd.LENGTH, end)
+        end = torch.where(stopped, RowEnd.STOP, end)
+        self._ends = torch.where(running, end, self._ends)
+        self._lengths = torch.where(running, length, self._lengths)
+        return self._ends != RowEnd.RUNNING  # type: ignore[return-value]
+
+    def ends(self) -> list[tuple[int, RowEnd]]:
+        """Length in tokens and reason of every row."""
+        return [
+            (length, RowEnd(end))
+            for length, end in zip(self._lengths.tolist(), self._ends.tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +299,60 @@ def _row_seed(request: GenerationRequest) -> int | None:
         return None
     text = json.dumps([request.seed, request.conversation], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+# --- seams to ms-swift that both engines use -----------------------------------------------------
+def decode_images(request: GenerationRequest, is_aborted: Callable[[], bool]) -> list[Image.Image]:
+    """The request's images as RGB. Raises JobAborted once ``is_aborted``, or SampleError for what is no image."""
+    images = []
+    for image in request.conversation.get("images", ()):
+        if is_aborted():
+            raise JobAborted
+        images.append(decode_image(image))
+    return images
+
+
+def seal_template(template: Any) -> None:
+    """Changes this one template, in place: pictures are the only images, tags stay text, encoding is tried once."""
+    template._load_image = _only_pictures
+    template._replace_image_tags = lambda inputs: None
+    # ms-swift encodes up to three times; an error of the data comes back every time. Its other wrapper is this one.
+    template.encode = torch.inference_mode()(partial(inspect.unwrap(type(template).encode), template))
+
+
+def _only_pictures(image: Any, load_images: bool) -> Image.Image:
+    if not isinstance(image, Image.Image):
+        raise SampleError("a request's images are opened before they are encoded, got one by name")
+    return image
+
+
+def refuse_foreign_code() -> None:
+    """From now on, a checkpoint that wants to run code of its own raises UserError in this process.
+
+    Called before a model is loaded. ms-swift names ``trust_remote_code=True`` in many places; whatever they say,
+    transformers loads such code here.
+    """
+    dynamic_module_utils.get_class_in_module = _refuse
+    dynamic_module_utils.get_cached_module_file = _refuse
+
+
+def _refuse(*arguments: object, **_: object) -> NoReturn:
+    raise UserError(
+        f"a checkpoint may not bring its own code, got {arguments[0]}; read that code, then start the server with "
+        "--trust-remote-code"
+    )
+
+
+def checkpoint_manifest(model_dir: str, model_type: str, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """Name, shape and dtype of every parameter as the learner names it, tied weights once; floats in ``dtype``.
+
+    The model is built as ms-swift builds the learner's, on the meta device: an engine that fuses parameters cannot
+    tell.
+    """
+    with torch.device("meta"):
+        model, _ = get_model_processor(model_dir, model_type=model_type, return_dummy_model=True)
+    kinds = {name: dtype if p.is_floating_point() else p.dtype for name, p in model.named_parameters()}
+    return tuple(
+        TensorSpec(name, tuple(parameter.shape), str(kinds[name]).removeprefix("torch."))
+        for name, parameter in model.named_parameters()
+    )

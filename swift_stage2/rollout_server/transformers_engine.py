@@ -20,14 +20,17 @@ from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     Engine,
+    GenerationJob,
+    GenerationRequest,
     InstalledWeights,
     InstallFault,
+    JobAborted,
+    WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -90,7 +93,7 @@ class TransformersRolloutEngine(Engine):
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights, stamp))
+            future = self._queue.put_task(lambda: self._copy_weights(weights, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             raise RoundFailed(
@@ -137,11 +140,7 @@ class TransformersRolloutEngine(Engine):
 
     def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
         if isinstance(work, ExclusiveTask):
-            if work.future.set_running_or_notify_cancel():
-                try:
-                    work.future.set_result(work.call())
-                except Exception as error:  # handed to whoever waits for the task
-                    work.future.set_exception(error)
+            work.run()
             return
         for job in work:
             if job.aborted:

@@ -24,11 +24,14 @@ from swift_stage2.rollout_server.engine import (
     CacheKind,
     Engine,
     EngineState,
+    GenerationJob,
+    GenerationRequest,
     InstalledWeights,
     InstallFault,
+    JobAborted,
+    WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.vllm_weights import SharedStaging, installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it

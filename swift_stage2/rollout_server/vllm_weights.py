@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstalledWeights
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 _ALIGNMENT = 64
 

@@ -14,7 +14,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.vllm_weights import LayoutEntry, LoadTrace, open_staged
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 _MAX_SHOWN = 5
 

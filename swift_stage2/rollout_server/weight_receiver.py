@@ -19,8 +19,8 @@ import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
 from swift_stage2.servers.protocol import RefusalReason, TensorSpec
-from swift_stage2.weights.checksum import all_finite, checksum_tensor
 from swift_stage2.weights.stream import WeightListener, WeightStream
+from swift_stage2.weights.tensors import all_finite, checksum_tensor
 
 _GIVEN_UP_POLL_S = 0.25
 _ENDED = "the round has ended"

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import Engine, InstalledWeights
-from swift_stage2.rollout_server.jobs import WeightStamp
+from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.weight_receiver import (
     Bucket,
     ReceivedWeights,

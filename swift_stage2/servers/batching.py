@@ -30,12 +30,20 @@ class Batchable(Protocol):
 JobT = TypeVar("JobT", bound=Batchable)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, frozen=True, slots=True)
 class ExclusiveTask:
-    """A call that the engine thread makes between two batches."""
+    """A call that the engine thread makes between two batches; ``future`` is its end."""
 
     call: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Makes the call, unless whoever waited for it has cancelled the future."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.call())
+            except Exception as error:  # handed to whoever waits for the task
+                self.future.set_exception(error)
 
 
 class BatchQueue(Generic[JobT]):
@@ -66,6 +74,12 @@ class BatchQueue(Generic[JobT]):
         with self._changed:
             return self._num_expected + sum(not isinstance(item, ExclusiveTask) for item in self._waiting)
 
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that wait."""
+        with self._changed:
+            return sum(isinstance(item, ExclusiveTask) for item in self._waiting)
+
     def expect(self, num_jobs: int) -> None:
         """Announces jobs; each must end in ``put(job, expected=True)`` or ``withdraw()``.
 
@@ -90,14 +104,14 @@ class BatchQueue(Generic[JobT]):
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def put_task(self, call: Callable[[], Any]) -> Future[Any]:
-        """Appends a task; the future holds what ``call`` returned or raised."""
+    def put_task(self, call: Callable[[], Any]) -> ExclusiveTask:
+        """Appends a task. Raises EngineUnavailable once the queue is closed."""
         task = ExclusiveTask(call)
         with self._changed:
             self._refuse_if_closed()
             self._waiting.append(task)
             self._changed.notify_all()
-        return task.future
+        return task
 
     def remove(self, job: JobT) -> bool:
         """Takes a waiting job out; False when it is not waiting any more."""

@@ -52,11 +52,7 @@ class Answer:
         return self.status == _OK
 
     def record(self) -> Any:
-        """The body as JSON.
-
-        Raises:
-            ProtocolError: it is none.
-        """
+        """The body as JSON. Raises ProtocolError: it is none."""
         return protocol.parse_json(self.body)
 
     def quote(self, num_characters: int) -> str:

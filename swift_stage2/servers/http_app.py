@@ -1,26 +1,39 @@
-"""What the HTTP applications of rollout server and merger share: the key, statuses of errors, bodies, gone callers.
+"""The HTTP side that rollout server and merger share: application, bodies, callers that leave, socket and process.
 
 A body is bounded before it is held and again before it is decoded; what is wrong with it is a ProtocolError in one
-line, whatever was sent.
+line, whatever was sent. The port is bound exactly, and work ends before connections are waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
 import re
 import secrets
+import signal
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from swift_stage2.errors import ProtocolError, RequestTooLarge
+from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, UserError
+from swift_stage2.process.route import is_loopback
 from swift_stage2.servers import protocol
 
+_log = logging.getLogger(__name__)
+_LISTEN_BACKLOG = 128
+_KEEP_ALIVE_S = 120
+SHUTDOWN_GRACE_S = 5
+"""For open calls, once the server was asked to end."""
 _LONGEST_DETAIL = 1000  # a message may quote what was sent
 _MAX_VALUES = (
     1_000_000  # of one body; each costs a decoder about 100 bytes and 100 ns that nothing can interrupt
@@ -29,6 +42,8 @@ _DRAINED_IN_LIMITS = 8
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONG_INTEGER = re.compile(rb"\d{19}")
 _LARGEST_INTEGER = 2**63 - 1
+
+ResultT = TypeVar("ResultT")
 
 
 def make_app(
@@ -103,6 +118,39 @@ def retrieve(work: asyncio.Future[Any]) -> None:
     """Looks at the end of work that nobody waits for any more: asyncio logs a traceback otherwise."""
     if not work.cancelled():
         work.exception()
+
+
+async def while_attended(
+    request: Request, pool: Executor, call: Callable[[threading.Event], ResultT]
+) -> ResultT:
+    """What ``call`` returns, on a thread of ``pool``, for as long as the caller who asked for it is there.
+
+    A call that waits for its turn when its caller goes is never begun; one that has begun is told by the event that it
+    gets, and ends its waits.
+
+    Raises:
+        EngineUnavailable: the caller has gone.
+    """
+    if await request.is_disconnected():  # while its body was read, or while it waited
+        raise EngineUnavailable("the caller has gone; nothing is begun")
+    given_up = threading.Event()
+    waiting = [call]  # taken out when its turn comes, or when nobody waits for it: it may hold a body
+    job = pool.submit(lambda: waiting.pop()(given_up))
+    work: asyncio.Future[Any] = asyncio.wrap_future(job)
+    work.add_done_callback(retrieve)
+    gone: asyncio.Future[Any] = asyncio.create_task(until_gone(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise EngineUnavailable("the caller has gone; nothing is waited for")
+        result: ResultT = work.result()  # deadline: it has ended
+        return result
+    finally:
+        given_up.set()
+        if job.cancel():  # it has not begun; the pool forgets it at its turn only
+            waiting.clear()
+        work.cancel()
+        gone.cancel()
 
 
 class BodyRoom:
@@ -198,3 +246,78 @@ def _integer(text: str) -> int:
 
 def _refuse(text: str) -> None:
     raise ValueError(f"a number must be finite and at most {_LARGEST_INTEGER}, got {text[:40]}")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that ends the work behind ``app`` before it waits for open connections."""
+
+    def __init__(self, app: FastAPI, end_work: Callable[[], object]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._end_work = end_work
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end_work()
+        await super().shutdown(sockets)
+
+    def serve_on(self, listener: socket.socket) -> None:
+        """Returns after SIGTERM, Ctrl-C or ``should_exit``; on the process's main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again when it has shut down; the exit status stays ours.
+            signal.signal(number, lambda *_: setattr(self, "should_exit", True))
+        self.run(sockets=[listener])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on exactly that address; port 0 takes any. Raises UserError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_LISTEN_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(f"the server cannot listen on {host}:{port}: {error}; {_remedy(error)}") from error
+    return listener
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return (
+            "--host must be an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for every network"
+        )
+    if getattr(error, "errno", None) == errno.EACCES:
+        return "ports below 1024 belong to the system: write a --port of 1024 or more"
+    if isinstance(error, OverflowError):
+        return "--port must be in the range 0..65535"
+    return "choose a free --port"
+
+
+def configure_logging() -> None:
+    """Handlers of our own: ms-swift silences the root logger's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("swift_stage2", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def warn_when_open(host: str, api_key: str | None) -> None:
+    """Logs a warning when others than this machine can reach ``host`` and no key is wanted."""
+    if api_key is None and not is_loopback(host):
+        _log.warning(
+            "listening on %s without a key: whoever reaches this port can replace the weights; set the "
+            "variable named by --api-key-env, or listen on 127.0.0.1",
+            host,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
@@ -20,6 +20,9 @@ _NOT_FOUND = 404
 _OUT_OF_SERVICE = frozenset(
     {"loading", "broken", "closed"}
 )  # states of our server's engine; others are a round's
+
+
+ReplyT = TypeVar("ReplyT")
 
 
 class Deadline:
@@ -112,3 +115,18 @@ class ServerSession:
     def close(self) -> None:
         """Closes the connection. May be called again."""
         self._caller.close()
+
+
+def read_reply(where: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
+    """What ``parse`` makes of an answer. Raises ServerFault, which begins with ``where``, for what the wire has not."""
+    try:
+        return parse(reply)
+    except ProtocolError as error:
+        raise ServerFault(f"{where}: {error}") from error
+
+
+def reset_cache(session: ServerSession, path: str, deadline: Deadline) -> bool:
+    """Whether the server says that it emptied that cache. It answers once earlier commands have run."""
+    return read_reply(
+        f"{session.base_url}{path}", protocol.parse_cache_reset, session.post(path, {}, deadline)
+    )

@@ -1,10 +1,17 @@
-"""Tells a stock ``swift rollout`` from any other program that knows no ``/stage2/`` path and answers 404 as well."""
+"""Asks a stock ``swift rollout`` what only it answers, and compares its tensor names with the learner's.
+
+Any other program that knows no ``/stage2/`` path answers 404 as well. vLLM fuses tensors and nests modules in another
+order; it loads by the names of checkpoints, and transformers may give a module another name while it runs.
+"""
 
 from __future__ import annotations
 
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+import re
+from collections.abc import Iterable
+
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 
 _MOST_WORKERS = 2**16
 _KNOWS_NO_SUCH_CALL = (404, 405, 501)
@@ -57,15 +64,45 @@ def require_workers(session: ServerSession, deadline: Deadline) -> None:
     Raises:
         ServerFault: they do not.
     """
-    reply = session.post(protocol.RESET_PREFIX_CACHE, {}, deadline)
-    try:
-        succeeded = protocol.parse_cache_reset(reply)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.RESET_PREFIX_CACHE}: {error}") from error
-    if not succeeded or ask_state_keys(session, deadline) == ():
+    if (
+        not reset_cache(session, protocol.RESET_PREFIX_CACHE, deadline)
+        or ask_state_keys(session, deadline) == ()
+    ):
         raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
 
 
 def is_foreign(fault: ServerFault) -> bool:
     """Whether something answered that speaks another language: rollout servers answer these calls by JSON."""
     return fault.status in _KNOWS_NO_SUCH_CALL or fault.kind is FaultKind.UNUSABLE
+
+
+# The learner's name -> vLLM's, where several tensors become one.
+_FUSINGS = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.down_proj\.weight"), ".experts.w2_weight"),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+# Hugging Face and vLLM nest the same modules in other orders of these.
+_WRAPPERS = ("model.", "language_model.")
+
+
+def differing_names(learner: Iterable[str], server_keys: Iterable[str]) -> list[str]:
+    """The learner's tensors that vLLM has no place for, then vLLM's that none fills; tied output layers left out."""
+    wanted = {vllm_name(name): name for name in learner}
+    held = {_unwrapped(key) for key in server_keys}
+    homeless = sorted(name for fused, name in wanted.items() if fused not in held)
+    return [name for name in (*homeless, *sorted(held - wanted.keys())) if "lm_head" not in name]
+
+
+def vllm_name(name: str) -> str:
+    """Where vLLM keeps a tensor of the learner, without the wrapping modules in front."""
+    for pattern, fused in _FUSINGS:
+        name = pattern.sub(fused, name)
+    return _unwrapped(name)
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name

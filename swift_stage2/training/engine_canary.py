@@ -11,7 +11,7 @@ from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.records import Sample
 from swift_stage2.servers import protocol
-from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS, CanaryAnswer
+from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 _CANARY_TOKENS = 16

@@ -15,7 +15,7 @@ from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.checksum import all_finite
+from swift_stage2.weights.tensors import all_finite
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
@@ -112,30 +112,6 @@ class WeightExport:
 
         context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
         return context
-
-
-def flatten(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[dict[str, object]]]:
-    """One uint8 tensor holding a bucket's bytes, and where each tensor lies in it.
-
-    The metadata has the fields of ms-swift's ``FlattenedTensorMetadata``; indices are bytes.
-    """
-    chunks = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
-    metadata: list[dict[str, object]] = []
-    start = 0
-    for (name, tensor), chunk in zip(bucket, chunks, strict=True):
-        end = start + chunk.numel()
-        metadata.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype),
-                "start_idx": start,
-                "end_idx": end,
-                "numel": chunk.numel(),
-            }
-        )
-        start = end
-    return torch.cat(chunks), metadata
 
 
 def _adapted_layers(module: nn.Module) -> dict[str, nn.Module]:

@@ -1,22 +1,23 @@
 """Shows that one server holds the weights it was sent: by checksums, by the canary's answer, or by both.
 
-Only our server has checksums; what a stock server's canary shows is no more than that nothing is grossly
-wrong. Called by a push inside its round.
+Only our server has checksums; a stock server's canary shows no more than that nothing is grossly wrong. Called by a
+push inside its round; the trainer makes the learner's own ``CanaryAnswer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers.session import Deadline, ServerSession, read_reply
 from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.weights.records import RoundOrder
 
 _GIVE_UP_TIMEOUT_S = 5.0
 
@@ -93,10 +94,8 @@ def _ask_canary(
     num_copies = _num_copies(session, order, info)
     body = {"infer_requests": [order.canary.request] * num_copies, "request_config": order.canary.config}
     reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
-    try:
-        completions = protocol.parse_infer_reply(reply, num_copies)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.INFER}: {error}") from error
+    where = f"{session.base_url}{protocol.INFER}"
+    completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
     wanted = (order.version, info.incarnation)
     for completion in completions if not info.stock else ():
         if (stamp := (completion.weight_version, completion.incarnation)) != wanted:
@@ -116,10 +115,7 @@ def _check_sums(
     sent: Mapping[str, str],
     body: Any,
 ) -> None:
-    try:
-        proof = protocol.RoundProof.from_json(body)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{protocol.FINISH_ROUND}: {error}") from error
+    proof = read_reply(f"{session.base_url}{protocol.FINISH_ROUND}", protocol.RoundProof.from_json, body)
     loaded = set(proof.loaded)
     problems = [
         *_differences("arrived", sent, proof.arrived),
@@ -138,3 +134,66 @@ def _check_sums(
 def _differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
     names = [name for name in sorted(sent.keys() | got.keys()) if sent.get(name) != got.get(name)]
     return [f"{what} checksum of {names[0]} differs ({len(names)} in all)"] if names else []
+
+
+class Canary(Protocol):
+    """One greedy question whose answer the learner knows."""
+
+    @property
+    def request(self) -> dict[str, Any]: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def answer(self) -> None:
+        """Computes the learner's own answer under its present weights; same cost on every call.
+
+        A collective of all ranks when no rank holds whole tensors (ZeRO-3), else called on rank 0 alone.
+        """
+
+    def agrees(self, token_ids: Sequence[int]) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOrder:
+    """What one round asks of every server that takes part."""
+
+    round_id: str
+    run_id: str
+    version: int
+    manifest: tuple[TensorSpec, ...]  # the learner's own
+    canary: Canary
+    proof: Proof
+    api_key: str | None
+    deadline: Deadline  # of every call
+
+
+# A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have
+# steps of an eighth in bfloat16, and a difference of two logits may be off by a few of them.
+HALF_PRECISION_TIE_NATS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """Greedy tokens without the end of turn, and by position the likeliest tokens' log-probabilities, by text."""
+
+    token_ids: tuple[int, ...] = ()
+    likely: tuple[Mapping[str, float], ...] = ()
+    tie_nats: float = 0.0  # 0: every token must be the same
+
+    def agrees(self, token_ids: Sequence[int], text_of: Callable[[int], str], end: str) -> bool:
+        """Whether ``token_ids``, without the end of turn, is this answer up to its first near tie.
+
+        What follows a tie cannot be compared, because it was said after another prefix. ``end`` is the text
+        of the token that ends a turn.
+        """
+        theirs = tuple(token_ids)
+        if theirs == self.token_ids:
+            return True
+        shorter = min(len(theirs), len(self.token_ids))
+        at = next((n for n in range(shorter) if theirs[n] != self.token_ids[n]), shorter)
+        if self.tie_nats == 0 or at >= len(self.likely):
+            return False
+        likely = self.likely[at]
+        chosen = likely.get(text_of(theirs[at]) if at < len(theirs) else end)
+        return chosen is not None and max(likely.values()) - chosen <= self.tie_nats

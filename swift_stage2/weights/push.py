@@ -1,7 +1,7 @@
-"""One server's part of one sync round: begin, connect, push, acknowledge, prove.
+"""One server's part of one sync round: begin, connect, push, acknowledge, prove; and how it gets its buckets.
 
-Runs on a daemon thread, because a transfer that hangs cannot be joined, and ends in a report or, when the
-learner cannot give its weights, without one. Started and awaited by the round on rank 0.
+The round's main thread hands every bucket to all pushes (``BucketHandover``). Each push is a daemon thread, because a
+transfer that hangs cannot be joined, and ends in a report or, when the learner cannot give its weights, without one.
 """
 
 from __future__ import annotations
@@ -9,24 +9,142 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import lru_cache
+from typing import Generic, TypeVar
 
-import torch
-
-from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_state_keys, is_foreign
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.servers.stock import ask_state_keys, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
-from swift_stage2.weights.bucket import WeightBucket
-from swift_stage2.weights.handover import BucketHandover
-from swift_stage2.weights.proof import give_up, prove_server
-from swift_stage2.weights.records import RoundOrder
-from swift_stage2.weights.stock_names import differing_names
+from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
+from swift_stage2.weights.tensors import WeightBucket, agreed_manifest
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+
+ItemT = TypeVar("ItemT")
+
+
+class BucketHandover(Generic[ItemT]):
+    """One producer calls ``offer`` and at last ``finish`` or ``fail``; each consumer calls ``take`` until None.
+
+    ``patience_s`` is for a whole round and counts only while another consumer waits for its next item.
+    """
+
+    def __init__(
+        self,
+        consumers: Iterable[int],
+        deadline: Deadline,
+        *,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deadline = deadline
+        self._patience_s = patience_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._live = set(consumers)
+        self._held: dict[int, ItemT] = {}  # handed over, not yet taken
+        self._idle: set[int] = set()  # in ``take``, with nothing to take
+        self._held_up_s = dict.fromkeys(self._live, 0.0)  # for how long each has kept others waiting
+        self._left_behind: dict[int, str] = {}
+        self._finished = False
+        self._failure: str | None = None
+
+    def offer(self, item: ItemT) -> bool:
+        """Hands ``item`` to every consumer that is still there, each as soon as it has room.
+
+        Returns when all of them hold it; False when no consumer is left, so that nothing more need be made.
+        """
+        with self._changed:
+            waiting = set(self._live)
+            while True:
+                waiting &= self._live
+                for consumer in sorted(waiting - self._held.keys()):
+                    self._held[consumer] = item
+                    waiting.discard(consumer)
+                    self._changed.notify_all()
+                if not waiting:
+                    return bool(self._live)
+                self._wait_for(waiting)
+
+    def finish(self) -> None:
+        """Nothing more comes; consumers still take what they hold."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """The producer cannot go on; every consumer's next ``take`` raises."""
+        with self._changed:
+            self._failure = reason
+            self._held.clear()
+            self._changed.notify_all()
+
+    def take(self, consumer: int) -> ItemT | None:
+        """The next item, or None after the last.
+
+        Raises:
+            WeightSyncError: the producer failed.
+            ServerFault: this consumer was left behind, or nothing came by the deadline.
+        """
+        with self._changed:
+            self._idle.add(consumer)
+            self._changed.notify_all()
+            try:
+                while self._has_nothing_for(consumer):
+                    if self._deadline.expired:
+                        raise ServerFault(
+                            "the deadline of the round's calls passed before the last bucket came"
+                        )
+                    self._changed.wait(self._deadline.remaining_s())
+            finally:
+                self._idle.discard(consumer)
+            if self._failure is not None:
+                raise WeightSyncError(self._failure)
+            if consumer not in self._live:
+                raise ServerFault(self._left_behind.get(consumer, "this push has ended"))
+            item = self._held.pop(consumer, None)
+            self._changed.notify_all()
+            return item
+
+    def leave(self, consumer: int) -> None:
+        """This consumer takes nothing more, for whatever reason; the producer no longer waits for it."""
+        with self._changed:
+            self._remove(consumer)
+
+    def _has_nothing_for(self, consumer: int) -> bool:
+        ended = self._finished or self._failure is not None or consumer not in self._live
+        return not ended and consumer not in self._held
+
+    def _wait_for(self, late: set[int]) -> None:
+        """One wait for the consumers that have no room; removes those whose time is up."""
+        others_wait = bool((self._idle - self._held.keys()) & self._live)
+        limit_s = self._deadline.remaining_s()
+        if others_wait:
+            limit_s = min(limit_s, *(self._patience_s - self._held_up_s[consumer] for consumer in late))
+        started = self._clock()
+        self._changed.wait(max(0.0, limit_s))
+        waited_s = self._clock() - started
+        for consumer in sorted(late & self._live):
+            if others_wait:
+                self._held_up_s[consumer] += waited_s
+            if self._deadline.expired:
+                self._remove(consumer, "it had not taken every bucket by the deadline of the round's calls")
+            elif others_wait and self._held_up_s[consumer] >= self._patience_s:
+                self._remove(
+                    consumer,
+                    f"it kept faster servers waiting for {self._patience_s:.1f} s and was left behind",
+                )
+
+    def _remove(self, consumer: int, reason: str | None = None) -> None:
+        self._live.discard(consumer)
+        self._held.pop(consumer, None)
+        if reason is not None:
+            self._left_behind[consumer] = reason
+        self._changed.notify_all()
+
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +220,7 @@ class ServerPush(threading.Thread):
                 self._ours.add(session.base_url)
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
             if not info.stock:
-                self._begin(session, _agreed_manifest(order.manifest, info.manifest))
+                self._begin(session, agreed_manifest(order.manifest, info.manifest))
             else:  # ordered: it answers once nothing runs any more that a lost caller has asked
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 if self.server not in self._transports:
@@ -198,11 +316,7 @@ class ServerPush(threading.Thread):
             raise ServerFault(f"{session.base_url}: {fault}") from fault
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
-        try:
-            succeeded = protocol.parse_cache_reset(session.post(path, {}, self._order.deadline))
-        except ProtocolError as error:
-            raise ServerFault(f"{session.base_url}{path}: {error}") from error
-        if must_succeed and not succeeded:
+        if not reset_cache(session, path, self._order.deadline) and must_succeed:
             raise ServerFault(f"{session.base_url}{path} reports status: False; earlier commands failed")
 
     @contextmanager
@@ -243,43 +357,3 @@ def describe_fault(what: str, error: Exception) -> str:
     """The learner's fault in one line; ours says it by itself."""
     text = str(error) or type(error).__name__
     return text if isinstance(error, WeightSyncError) else f"{what} failed: {type(error).__name__}: {text}"
-
-
-def _agreed_manifest(
-    own: Sequence[protocol.TensorSpec], theirs: Sequence[protocol.TensorSpec]
-) -> tuple[protocol.TensorSpec, ...]:
-    """The learner's names and shapes with the server's dtypes, or a fault that names the differences."""
-    shapes = {spec.name: spec.shape for spec in own}
-    wanted = {spec.name: spec.shape for spec in theirs}
-    differences = [
-        f"{name}: learner {shapes.get(name)} server {wanted.get(name)}"
-        for name in sorted(shapes.keys() | wanted.keys())
-        if shapes.get(name) != wanted.get(name)
-    ]
-    if differences:
-        shown = "; ".join(differences[:3])
-        raise ServerFault(
-            f"server and learner must hold the same tensors, got num_differences={len(differences)} ({shown}); "
-            "start the server with the learner's model"
-        )
-    dtypes = {spec.name: spec.dtype for spec in theirs}
-    for spec in own:
-        if not _can_become(spec.dtype, dtypes[spec.name]):
-            raise ServerFault(
-                f"server and learner must hold dtypes that can be cast, got {spec.name}: learner {spec.dtype} "
-                f"server {dtypes[spec.name]}; start the server with the learner's model and torch_dtype"
-            )
-    return tuple(protocol.TensorSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in own)
-
-
-@lru_cache(maxsize=64)
-def _can_become(own: str, wanted: str) -> bool:
-    """Whether a tensor of the learner's dtype can be cast to what a server calls its own."""
-    dtype = getattr(torch, wanted, None)
-    if not isinstance(dtype, torch.dtype):
-        return False
-    try:
-        torch.empty(1, dtype=getattr(torch, own)).to(dtype)
-    except RuntimeError:
-        return False
-    return True

@@ -54,11 +54,7 @@ class WeightListener:
     """Listens on exactly one address for the one learner that knows ``secret``."""
 
     def __init__(self, host: str, port: int, secret: str | None = None) -> None:
-        """Makes a secret unless it is given one.
-
-        Raises:
-            OSError, OverflowError: the address cannot be listened on.
-        """
+        """Makes a secret unless it is given one. Raises OSError, OverflowError: the address cannot be listened on."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -88,11 +84,7 @@ class WeightListener:
 
 
 def connect_stream(host: str, port: int, secret: str, timeout_s: float) -> WeightStream:
-    """The learner's end.
-
-    Raises:
-        OSError: nobody listens there, something else does, or not in time.
-    """
+    """The learner's end. Raises OSError: nobody listens there, something else does, or not in time."""
     end = time.monotonic() + timeout_s
     word, expected = _words(secret)
     answer = bytearray(_WORD_BYTES)

@@ -24,11 +24,10 @@ from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
-from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.handover import BucketHandover
-from swift_stage2.weights.push import ServerPush, close_quietly, describe_fault
-from swift_stage2.weights.records import Canary, RoundOrder
+from swift_stage2.weights.proof import Canary, RoundOrder
+from swift_stage2.weights.push import BucketHandover, ServerPush, close_quietly, describe_fault
+from swift_stage2.weights.tensors import WeightBucket
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 __all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSync"]

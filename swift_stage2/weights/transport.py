@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.errors import ProtocolError, ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.process.route import connection_error, group_remedy, local_address_towards
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerSession, read_reply
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.weights.stream import WeightStream, connect_stream
 
@@ -69,10 +69,9 @@ class StreamTransport:
     def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         host, port = endpoint.group_host or session.host, endpoint.group_port
         body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
-        try:
-            secret = protocol.parse_stream_secret(session.post(protocol.INIT_COMMUNICATOR, body, deadline))
-        except ProtocolError as error:
-            raise ServerFault(f"{session.base_url}{protocol.INIT_COMMUNICATOR}: {error}") from error
+        where = f"{session.base_url}{protocol.INIT_COMMUNICATOR}"
+        answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        secret = read_reply(where, protocol.parse_stream_secret, answer)
         join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
             self._stream = connect_stream(host, port, secret, join_s)

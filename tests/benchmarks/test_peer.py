@@ -28,9 +28,8 @@ from benchmarks.swift_program import send_over_gloo
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_server.jobs import GenerationRequest, Sampling
-from swift_stage2.rollout_server.row_sampling import RowEnd
-from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd
 
 SECOND = 1_000_000_000
 

@@ -341,7 +341,7 @@ def test_a_round_that_comes_while_a_ticket_is_waited_for_leaves_nothing_to_ask(
     with FakeRolloutServer() as server, make_client(server, fence, Recorder()) as client:
         scene = Scene(encoder, rows, client=client)
         scene.part.begin(5)
-        fence.close(timeout_s=0)
+        fence.close()
         asking = threading.Thread(target=scene.part.ask, args=(2,))
         asking.start()
         fence.reopen(6)

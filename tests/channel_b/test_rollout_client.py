@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
-from swift_stage2.fence import InferFence, TicketHolder
+from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger, read_ledger
@@ -119,7 +119,7 @@ def failing_on(*bad: str) -> Callable[[Call], Answer]:
 
 def test_a_rollout_carries_what_the_server_said_and_the_tickets_version(server: FakeRolloutServer) -> None:
     fence = InferFence(version=3)
-    fence.close(timeout_s=1)
+    fence.close()
     fence.reopen(7)
     with make_client(server, fence=fence) as client:
         outcome = ask(client, 2)
@@ -596,7 +596,7 @@ class PatientFence(InferFence):
         super().__init__(version=3, start_closed=True)
         self.num_timeouts = num_timeouts
 
-    def ticket(self, timeout_s: float) -> TicketHolder:
+    def ticket(self, timeout_s: float) -> AbstractContextManager[InferTicket]:
         if self.num_timeouts == 0 and not self.is_open:
             self.reopen(4)
         self.num_timeouts -= 1
@@ -722,9 +722,11 @@ class WatchedFence(InferFence):
         super().__init__(version=3, start_closed=True)
         self.someone_waits = threading.Event()
 
-    def _enter(self, timeout_s: float) -> Any:
+    @contextmanager
+    def ticket(self, timeout_s: float) -> Iterator[InferTicket]:
         try:
-            return super()._enter(timeout_s)
+            with super().ticket(timeout_s) as ticket:
+                yield ticket
         except TicketTimeout:
             self.someone_waits.set()
             raise

@@ -26,7 +26,7 @@ from swift_stage2.doctor.server_identity import (
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo, TensorSpec
 from swift_stage2.servers.session import ServerSession
-from swift_stage2.weights.stock_names import vllm_name
+from swift_stage2.servers.stock import vllm_name
 
 KEY = "rollout.servers[0]"
 

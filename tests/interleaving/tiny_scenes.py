@@ -39,7 +39,7 @@ def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int)
 
         def learn() -> None:
             for _ in range(num_rounds):
-                while not fence.close_now():
+                while not fence.close():
                     TimeNames.sleep(1.0)  # a step
                 if weights.num_running:
                     active().fail("drained, and an /infer/ runs")

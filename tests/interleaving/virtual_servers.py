@@ -19,7 +19,7 @@ from interleaving.virtual_threading import active
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
 
 FOR_EVER = 1e6

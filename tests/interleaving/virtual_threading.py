@@ -24,10 +24,9 @@ from swift_stage2.servers import call as server_call
 from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import session as server_session
-from swift_stage2.weights import bucket as weight_bucket
-from swift_stage2.weights import handover as bucket_handover
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights import tensors
 
 _active: Scheduler | None = None
 
@@ -326,11 +325,11 @@ class Executor:
 
 
 _WITH_THREADING = (
-    bucket_handover, client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
-    seeds, server_call, server_push, suspect_probe, trust, version_clock, weight_bucket,
+    client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
+    seeds, server_call, server_push, suspect_probe, trust, tensors, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    bucket_handover, fence, lane, learner, pipeline, server_push, server_session, share, weight_sync,
+    fence, lane, learner, pipeline, server_push, server_session, share, weight_sync,
 )  # fmt: skip
 
 
@@ -346,7 +345,7 @@ def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
         (server_push.ServerPush, "__bases__", (Thread,)),
         # Bound when these were defined, so that a name put into the module comes too late.
         (server_session.Deadline.__init__, "__defaults__", (TimeNames.monotonic,)),
-        (bucket_handover.BucketHandover.__init__, "__kwdefaults__", {"clock": TimeNames.monotonic}),
+        (server_push.BucketHandover.__init__, "__kwdefaults__", {"clock": TimeNames.monotonic}),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:

@@ -19,7 +19,7 @@ from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.servers import protocol
-from swift_stage2.servers.listener import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 
 LONGEST_WAIT_S = 20.0

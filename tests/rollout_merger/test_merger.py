@@ -338,7 +338,7 @@ def test_a_part_whose_caller_left_is_not_asked_alone_either(
     upstream.wait_until(lambda: len(upstream.infer_calls) == 2)
     forgotten = threading.Event()
     forget = merger.dispatcher.forget
-    merger.dispatcher.forget = lambda item: (forget(item), forgotten.set())  # type: ignore[method-assign, assignment, func-returns-value]
+    merger.dispatcher.forget = lambda item, path: (forget(item, path), forgotten.set())  # type: ignore[method-assign, assignment, func-returns-value]
     leaves.close()
     assert forgotten.wait(LONGEST_WAIT_S)
     second.set()
@@ -360,9 +360,9 @@ def test_of_the_control_calls_only_a_close_is_made_for_a_caller_that_left(
     both = threading.Event()
     forget = merger.dispatcher.forget
 
-    def note(item: Any) -> None:
-        forget(item)
-        forgotten.append(item.path)
+    def note(item: Any, path: str) -> None:
+        forget(item, path)
+        forgotten.append(path)
         if len(forgotten) == 2:
             both.set()
 

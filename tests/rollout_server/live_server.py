@@ -20,14 +20,14 @@ from PIL import Image, ImageDraw
 
 from swift_stage2 import demo
 from swift_stage2.compat import declare_operators
-from swift_stage2.rollout_server.routes import create_app
-from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.listener import HttpServer, bind
+from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
 from swift_stage2.servers.request_checks import RequestLimits
-from swift_stage2.weights.export import WeightExport, flatten
+from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stream import WeightStream, connect_stream
+from swift_stage2.weights.tensors import flatten
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 30.0

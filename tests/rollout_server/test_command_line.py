@@ -14,7 +14,7 @@ from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server import command_line, transformers_engine, vllm_engine
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.servers.listener import bind
+from swift_stage2.servers.http_app import bind
 
 
 @pytest.fixture

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.rollout_server.engine import Engine, EngineState
-from swift_stage2.rollout_server.jobs import GenerationJob, GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import (
+    Engine,
+    EngineState,
+    GenerationJob,
+    GenerationRequest,
+    JobBook,
+    Sampling,
+)
 
 WAIT_S = 10.0
 
@@ -122,3 +128,24 @@ def test_an_engine_that_was_closed_while_it_loaded_does_not_become_ready() -> No
     may_load.set()
     assert engine.wait_loaded(WAIT_S)
     assert engine.status().state is EngineState.CLOSED
+
+
+def test_a_failure_that_is_its_own_cause_is_told_without_frames() -> None:
+    """Its frames hold pictures, and the job that holds it."""
+
+    def fail() -> ValueError:
+        try:
+            try:
+                raise ValueError("inner")
+            except ValueError as error:
+                raise error from error
+        except ValueError as error:
+            return error
+
+    failure = fail()
+    assert failure.__cause__ is failure
+    book, job = JobBook(), GenerationJob(GenerationRequest({}, Sampling()))
+    book.add([job])
+    book.fail(job, failure)
+    assert job.future.exception(timeout=0) is failure
+    assert failure.__traceback__ is None

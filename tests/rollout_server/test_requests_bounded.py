@@ -27,8 +27,8 @@ from PIL import Image
 from test_infer import wait_for
 
 from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
 from swift_stage2.rollout_server.infer_wire import InferCall
-from swift_stage2.rollout_server.jobs import GenerationRequest, JobAborted, Sampling
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import parse_json
 from swift_stage2.servers.image_opening import FORMATS, open_image

@@ -20,7 +20,7 @@ from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.listener import HttpServer, bind
+from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 TEMPLATE_ARGUMENTS = ("image", "image_url", "video", "chat_template", "resized_height", "max_pixels")

@@ -12,8 +12,7 @@ from live_server import GREEDY, LearnerRound, RunningServer, load_learner, text_
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.proof import prove_server
-from swift_stage2.weights.records import RoundOrder
+from swift_stage2.weights.proof import RoundOrder, prove_server
 
 
 class AnyCanary:

@@ -20,7 +20,7 @@ from test_infer import block_engine, hugging_face_answer, wait_until_queued
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.protocol import RoundProof, parse_cache_reset
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 
 def own_checksums(module: torch.nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swift_stage2.rollout_server.vllm_weights import LoadTrace, SharedStaging, open_staged, resident_checksums
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 
 
 class FusedModel(torch.nn.Module):
@@ -138,7 +138,7 @@ def test_parameters_that_nothing_was_copied_into_are_named() -> None:
 READER = """
 import json, sys
 from swift_stage2.rollout_server.vllm_weights import open_staged
-from swift_stage2.weights.checksum import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor
 path, num_bytes, layout = json.loads(sys.argv[1])
 tensors = open_staged(path, num_bytes, layout)
 print(json.dumps({name: [list(t.shape), checksum_tensor(t)] for name, t in tensors.items()}))

@@ -13,9 +13,8 @@ from live_server import free_port
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, StagingBuffers, WeightReceiver
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.checksum import checksum_tensor
-from swift_stage2.weights.export import flatten
 from swift_stage2.weights.stream import WeightStream, connect_stream
+from swift_stage2.weights.tensors import checksum_tensor, flatten
 
 TIMEOUT_S = 10.0
 NOBODY_LEAVES = threading.Event()

@@ -13,8 +13,7 @@ from live_server import free_port
 
 from swift_stage2.errors import RoundFailed, RoundRefused
 from swift_stage2.rollout_server import weight_rounds
-from swift_stage2.rollout_server.engine import InstalledWeights
-from swift_stage2.rollout_server.jobs import WeightStamp
+from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec

@@ -197,7 +197,7 @@ def simulate(setting: Setting) -> Outcome:
 
 def _try_round(step: int, ranks: list[SimulatedRank], rounds: Rounds, outcome: Outcome) -> None:
     """Close every fence without waiting; run the round iff all are drained."""
-    drained = [rank.fence.close_now() for rank in ranks]
+    drained = [rank.fence.close() for rank in ranks]
     rounds.pending = not all(drained)
     if rounds.pending:
         return

@@ -97,12 +97,23 @@ def test_a_batch_does_not_wait_for_a_job_that_was_withdrawn() -> None:
 def test_a_task_leaves_alone_and_in_its_turn() -> None:
     queue = make_queue()
     queue.put(Ask("a", 0))
-    future = queue.put_task(lambda: "done")
+    queued = queue.put_task(lambda: "done")
     assert queue.take() == [Ask("a", 0)]
     task = queue.take()
     assert isinstance(task, ExclusiveTask)
-    assert task.future is future
-    assert task.call() == "done"
+    assert task is queued
+    task.run()
+    assert queued.future.result(timeout=0) == "done"
+
+
+def test_a_task_hands_over_its_failure_and_is_not_run_once_cancelled() -> None:
+    queue = make_queue()
+    failing, cancelled = queue.put_task(lambda: 1 // 0), queue.put_task(lambda: 1 // 0)
+    cancelled.future.cancel()
+    failing.run()
+    cancelled.run()
+    assert isinstance(failing.future.exception(timeout=0), ZeroDivisionError)
+    assert cancelled.future.cancelled()
 
 
 def test_a_removed_job_is_never_taken() -> None:

@@ -15,10 +15,8 @@ from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weights.handover import BucketHandover
-from swift_stage2.weights.proof import prove_server
-from swift_stage2.weights.push import ServerPush
-from swift_stage2.weights.records import RoundOrder
+from swift_stage2.weights.proof import RoundOrder, prove_server
+from swift_stage2.weights.push import BucketHandover, ServerPush
 from swift_stage2.weights.transport import ServerEndpoint
 
 AMPLE_S = 20.0

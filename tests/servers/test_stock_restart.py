@@ -102,7 +102,7 @@ def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[Note
     with FakeRolloutServer() as server, make_client(server, fence=fence, is_lost=lost_by(rank_1)) as client:
         rank_0.write(f"{server.url} {VERSION}", "lost")
         assert texts(ask(client, 1)) == []
-        fence.close(timeout_s=1)
+        fence.close()
         client.set_proven([server.url])
         fence.reopen(VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]

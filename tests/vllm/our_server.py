@@ -16,10 +16,9 @@ from live_server import CALL_TIMEOUT_S, RunningServer
 from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
 
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.rollout_server.routes import create_app
-from swift_stage2.rollout_server.service import RolloutService
+from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.listener import HttpServer, bind
+from swift_stage2.servers.http_app import HttpServer, bind
 
 
 def our_arguments(port: int, model: Path = MODEL) -> list[str]:

@@ -16,8 +16,7 @@ from test_infer import hugging_face_answer
 from test_weight_sync import Learner
 
 from swift_stage2.errors import RoundFailed
-from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.jobs import WeightStamp
+from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
 from swift_stage2.weights.transport import StreamTransport

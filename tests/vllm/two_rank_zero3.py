@@ -19,8 +19,8 @@ from torch import nn
 
 from swift_stage2.collectives import leave_job
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.weights.checksum import checksum_tensor
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.tensors import checksum_tensor
 
 RANK = int(os.environ["RANK"])
 CONFIG = {

@@ -12,7 +12,7 @@ import pytest
 
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.handover import BucketHandover
+from swift_stage2.weights.push import BucketHandover
 
 LIMIT_S = 20.0
 

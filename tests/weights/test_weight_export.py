@@ -11,9 +11,8 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.weights.bucket import WeightBucket
-from swift_stage2.weights.checksum import checksum_tensor
-from swift_stage2.weights.export import WeightExport, flatten
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.tensors import WeightBucket, checksum_tensor, flatten
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ GONE_S = 30.0
 # A server with a child in a session of its own that ignores SIGTERM, and a grandchild; then it waits.
 SERVER = """
 import subprocess, sys
-from swift_stage2.rollout_server.server_children import ServerChildren
+from swift_stage2.process.children import ServerChildren
 STUBBORN = '''
 import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,7 +63,7 @@ def test_children_end_with_their_server(end: signal.Signals | None) -> None:
 def test_what_the_server_starts_is_not_forked_from_it() -> None:
     """A fork would show an environment without the mark, and would be overlooked."""
     program = (
-        "import os\nfrom swift_stage2.rollout_server.server_children import ServerChildren\n"
+        "import os\nfrom swift_stage2.process.children import ServerChildren\n"
         "with ServerChildren():\n    print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'])"
     )
     environment = dict(os.environ) | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.weights import checksum as weight_checksum
-from swift_stage2.weights.checksum import all_finite, checksum_tensor
+from swift_stage2.weights import tensors
+from swift_stage2.weights.tensors import all_finite, checksum_tensor
 
 
 def expected_checksum(data: bytes, dtype: str) -> str:
@@ -68,8 +68,8 @@ def test_a_tensor_that_begins_between_two_words_is_summed_like_its_copy() -> Non
 @given(data=st.binary(min_size=1, max_size=2000))
 def test_long_tensors_are_summed_in_pieces_with_the_same_result(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_checksum, "_ROW_WORDS", 8)
-        patch.setattr(weight_checksum, "_CHUNK_ROWS", 3)
+        patch.setattr(tensors, "_ROW_WORDS", 8)
+        patch.setattr(tensors, "_CHUNK_ROWS", 3)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         assert checksum_tensor(tensor) == expected_checksum(data, "uint8")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_stage2.weights.canary import HALF_PRECISION_TIE_NATS, CanaryAnswer
+from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer
 
 END = "<end>"
 LIKELY = ({"1": -0.1, "7": -3.0}, {"2": -0.7, "3": -0.9, END: -1.0, "4": -2.0}, {"5": -0.01})

@@ -1,0 +1,126 @@
+"""The page's list of the files that a tensor passes from the learner to the server agrees with a real round."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from live_server import MODEL, free_port, load_learner
+from tensor_watch import __file__ as watch_program
+from tensor_watch import watched
+
+import swift_stage2
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Proof
+from swift_stage2.demo.tiny_template import TINY_VL
+from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.transport import StreamTransport
+
+PACKAGE = Path(swift_stage2.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "design" / "sync_round.md"
+MOST_FILES = 14
+START_TIMEOUT_S = 120.0
+
+
+def listed() -> tuple[set[str], set[str], set[str]]:
+    """Files of both engines, of the transformers engine, of the one on vLLM."""
+    section = PAGE.read_text(encoding="utf-8").split("## One tensor, from the optimizer to the server")[1]
+    rows = re.findall(r"^\| `([\w/.]+)` \| (\w+) \|", section.split("\n## ")[0], re.MULTILINE)
+    by_engine = [
+        {path for path, engine in rows if engine == name} for name in ("both", "transformers", "vllm")
+    ]
+    assert sum(map(len, by_engine)) == len(rows)
+    return by_engine[0], by_engine[1], by_engine[2]
+
+
+def test_the_path_of_a_tensor_is_short_and_its_files_exist() -> None:
+    both, transformers, vllm = listed()
+    assert len(both | transformers) <= MOST_FILES
+    assert len(both | vllm) <= MOST_FILES
+    assert [path for path in both | transformers | vllm if not (PACKAGE / path).is_file()] == []
+
+
+class NoCanary:
+    """Generating would hold tensors that are no weights."""
+
+    request: dict[str, Any] = {}  # noqa: RUF012
+    config: dict[str, Any] = {}  # noqa: RUF012
+
+    def answer(self) -> None:
+        return None
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        raise AssertionError("a proof by checksums asks no canary")
+
+
+def test_a_real_round_touches_the_files_of_the_page_and_no_others(tmp_path: Path) -> None:
+    notes, port = tmp_path / "server", free_port()
+    arguments = [
+        str(MODEL),
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+        "--model-type",
+        TINY_VL,
+        "--template",
+        TINY_VL,
+    ]
+    plugin = str(PACKAGE / "demo" / "tiny_template.py")
+    server = subprocess.Popen(
+        [sys.executable, str(watch_program), str(notes), *arguments, "--external-plugins", plugin],
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        await_ready(server, port)
+        module = load_learner(seed=1)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.01)
+        sync = WeightSync(
+            [ServerEndpoint(f"http://127.0.0.1:{port}", free_port())],
+            control=SingleRank(),
+            export=WeightExport(module),
+            canary=NoCanary(),
+            make_transport=lambda info: StreamTransport(),
+            run_id="run",
+            timeout_s=60.0,
+            bucket_mib=1,
+            proof=Proof.CHECKSUM,
+        )
+        held_here: set[str] = set()
+        with watched(held_here.add):
+            outcome = sync.run(1, [0])
+        sync.close()
+        assert outcome.reports[0].proven, outcome.reports[0].error
+    finally:
+        server.terminate()
+        server.wait(timeout=30.0)
+    both, transformers, _ = listed()
+    held_there = set(notes.read_text(encoding="utf-8").split())
+    assert held_here | held_there == both | transformers
+
+
+def await_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    deadline = Deadline(START_TIMEOUT_S)
+    while not deadline.expired and server.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health/", timeout=5.0, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        try:
+            server.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError(f"the server is not ready, got exit_status={server.poll()}")
