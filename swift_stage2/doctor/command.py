@@ -28,11 +28,11 @@ from rich.text import Text
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
-from swift_stage2.doctor.address import examine_addresses
 from swift_stage2.doctor.configuration import (
     check_configuration,
     check_launch_plan,
     check_run_directory,
+    examine_addresses,
 )
 from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError

@@ -21,8 +21,7 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, w
 from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
-from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
-from swift_stage2.preflight.samples import check_samples, usable_samples
+from swift_stage2.preflight.samples import RowLengths, check_samples, measure_lengths, usable_samples
 from swift_stage2.records import Sample
 
 if TYPE_CHECKING:

@@ -2,30 +2,38 @@
 
 Everything is asked through the run's own parts (control session, rollout connection, weight sync), and
 only of servers that the checks before have found to be what they should be.
+
+The dry round is a real one with the checkpoint's own weights, on a single rank. Afterwards the server holds them, and
+carries this doctor's run id until the first round of a learner replaces it.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.config import Stage2Config
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import RolloutConfig, Stage2Config
 from swift_stage2.doctor import feeding, rollouts, server_identity
 from swift_stage2.doctor.data import Samples, samples_per_pack
-from swift_stage2.doctor.dry_round import DryRounds
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, left_out, ok
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
 from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import TimedCall
-from swift_stage2.doctor.server_identity import ServerIdentity
-from swift_stage2.errors import WeightSyncHang
+from swift_stage2.doctor.server_identity import ServerIdentity, busy_with
+from swift_stage2.errors import ServerFault, WeightSyncHang
 from swift_stage2.process.ports import is_here
-from swift_stage2.servers.session import ServerSession
+from swift_stage2.records import ServerReport
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import Canary, WeightSync
 
 _NUM_PROMPTS = 3
 _CONNECT_TIMEOUT_S = 10.0
@@ -245,3 +253,87 @@ class LiveServers:
         directory = Path(said).expanduser() if said else None
         known = directory is not None and directory.is_absolute() and is_here(address)
         return directory if known else None
+
+
+_GIVE_UP_TIMEOUT_S = 5.0
+_VERSION = 1  # of this doctor's own run
+_MIB = 1 << 20
+
+
+class DryRounds:
+    """The doctor's run: its rounds, one server at a time."""
+
+    def __init__(self, rollout: RolloutConfig, module: nn.Module, canary: Canary) -> None:
+        self._rollout = rollout
+        self._sync = WeightSync(
+            endpoints_of(rollout),
+            control=SingleRank(),
+            export=WeightExport(module),
+            canary=canary,
+            make_transport=lambda info: transport_for(info, module, rollout.api_key()),
+            run_id=f"doctor-{uuid.uuid4().hex[:12]}",
+            timeout_s=rollout.sync.timeout_s,
+            bucket_mib=rollout.sync.bucket_mib,
+            proof=rollout.sync.proof,
+            api_key=rollout.api_key(),
+        )
+
+    def check(self, server: int, session: ServerSession, identity: ServerIdentity) -> Outcome[ServerReport]:
+        """One round to one server, refused while it works for somebody else.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be exported.
+            WeightSyncHang: the push did not return; its thread cannot be ended.
+        """
+        if busy := busy_with(session, identity):
+            return failed(
+                f"left alone: {busy}",
+                "end that run, or wait until it is over, and run the doctor again; --no-sync leaves the round out",
+            )
+        try:
+            outcome = self._sync.run(_VERSION, [server])
+        finally:
+            self._sync.close()  # a stock server keeps a communicator until it is told to let it go
+        if outcome.failed and not identity.info.stock:
+            _give_up(session, outcome.round_id)
+        return _describe(outcome.reports[server], identity.info.stock)
+
+
+def _give_up(session: ServerSession, round_id: str) -> None:
+    """Ends a failed round, which our server would hold open against the learner's first one."""
+    with suppress(ServerFault):  # the server is gone, or has ended the round itself
+        session.post(
+            protocol.FINISH_ROUND, {"round_id": round_id, "commit": False}, Deadline(_GIVE_UP_TIMEOUT_S)
+        )
+
+
+def _describe(report: ServerReport, is_stock: bool) -> Outcome[ServerReport]:
+    if report.error is not None:
+        return failed(report.error, _fix(report.error, is_stock))
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds.items())
+    found = (
+        f"{report.num_bytes / _MIB:.1f} MiB in {sum(report.seconds.values()):.2f} s ({phases}), proven by "
+        f"{report.proof}; the server holds the checkpoint's weights"
+    )
+    if report.proof == "canary" and not is_stock:
+        return warning(found, "write rollout.sync.proof: auto, so that checksums prove the weights", report)
+    limit = " (shows only that nothing is grossly wrong: a stock server has no checksums)" if is_stock else ""
+    return ok(found + limit, report)
+
+
+def _fix(error: str, is_stock: bool) -> str:
+    known: Sequence[tuple[str, str]] = (
+        ("same tensors", "start the server with the learner's model"),
+        ("another run", "give every run a server of its own, or wait until the other one is over"),
+        (
+            "weight group",
+            "mend rollout.servers[].group_host, group_bind or group_port, or the network, as told above",
+        ),
+        ("no checksums", "write rollout.sync.proof: auto"),
+        ("other tokens", "start the server with the learner's model, dtype and template, and restart it"),
+        ("only a canary", "write rollout.sync.proof: auto"),
+        ("canary alone shows nothing", "write rollout.sync.proof: auto"),
+    )
+    fix = next((remedy for mark, remedy in known if mark in error), "")
+    log = "restart the server and read its log" if is_stock else "read the server's log"
+    return fix or f"{log}: the round names what it was doing"

@@ -11,15 +11,13 @@ from pathlib import Path
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.managed_server import ManagedServer
+from swift_stage2.launch.managed_server import ListeningProbe, ManagedServer, Readiness, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.process_tree import ProcessTree, adopt_orphans
+from swift_stage2.launch.process_tree import ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
 from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
-from swift_stage2.launch.stop_signals import StopSignals
-from swift_stage2.preflight.addresses import warn_of_servers
 from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.preflight.servers import warn_of_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory

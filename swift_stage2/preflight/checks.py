@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import UserError
-from swift_stage2.preflight.addresses import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
 from swift_stage2.preflight.dataset import check_data
 from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
+from swift_stage2.preflight.servers import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
 from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.run_directory.claim import starting_point

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from fake_rollout_server import FakeRolloutServer, error
 
-from swift_stage2.launch.readiness import ReadinessProbe
+from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.servers import protocol as rollout_protocol
 
 DEADLINE_S = 20.0

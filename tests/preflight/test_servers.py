@@ -18,7 +18,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch import launcher
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.plan import LaunchPart
-from swift_stage2.preflight.addresses import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
+from swift_stage2.preflight.servers import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
 
 
 @pytest.fixture
