@@ -5,7 +5,6 @@ The rules are the configuration's own (``Stage2Config.inequalities``); none is s
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import queue
 import shutil
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 from urllib.request import proxy_bypass
 
-from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.rules import Inequality
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
@@ -190,7 +189,6 @@ _CONNECT_TIMEOUT_S = 5.0
 def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
     """The rows of all servers; one check per server hands on its address once a connection can be made."""
     exam.begin_section("Addresses")
-    exam.check("API key", lambda: check_api_key(config.rollout))
     servers = config.rollout.servers
     # On another machine another launch starts it; here it is looked at as any server that runs already.
     launched = [
@@ -222,25 +220,6 @@ def _examine_server(
             needs=[host],
         )
     return route
-
-
-def check_api_key(rollout: RolloutConfig) -> Outcome[None]:
-    """Whether there is a key; never what it is."""
-    name, key = rollout.api_key_env, rollout.api_key()
-    if key is not None:
-        if not (key.isascii() and key.isprintable() and " " not in key):
-            return failed(
-                f"{name} is set to something that cannot be a bearer token",
-                f"set {name} to printable ASCII without spaces",
-            )
-        return ok(f"{name} is set; it is sent to every server")
-    remote = [server.base_url for server in rollout.servers if not _is_loopback_name(server.host)]
-    if remote:
-        return warning(
-            f"{name} is not set, and {remote[0]} is not on loopback: whoever reaches it can replace the weights",
-            f"start the servers with a key and set {name} to it",
-        )
-    return ok(f"{name} is not set: right for servers without a key")
 
 
 def check_host(server: ServerConfig) -> Outcome[str]:
@@ -309,10 +288,3 @@ def _catching_proxies(server: ServerConfig) -> list[str]:
         return []
     wanted = {f"{scheme}_proxy", "all_proxy"}
     return sorted(name for name, value in os.environ.items() if name.lower() in wanted and value)
-
-
-def _is_loopback_name(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,7 +17,7 @@ from swift_stage2.launch.process_tree import ProcessTree, StopSignals, adopt_orp
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.preflight.servers import warn_of_servers
+from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
@@ -67,7 +67,7 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
-    run_checks(config, Known(addresses=True))
+    run_checks(config, Known(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
     run_checks(config, Known(starts_learner=True, files=True, rows=True))
@@ -106,7 +106,7 @@ def _serve_this_machine(
             )
         )
     run_checks(config, Known(started_servers=plan.server_indices))
-    for warning in warn_of_servers(config, plan.server_indices):
+    for warning in warn_of_lone_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)

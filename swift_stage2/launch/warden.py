@@ -4,8 +4,8 @@ It ends when the command ends, on a signal, or when the pipe to the launcher clo
 SIGTERM first and its grace; whatever it leaves behind is ended after it. Exit status: the command's.
 
 Python and vLLM unlink their shared memory on the way out, which SIGKILL cuts off. Users keep models and data in the
-same directory. So only what the tree has mapped, what was not there before it, what bears a name that libraries draw for
-themselves and what nobody else held is ever removed.
+same directory. So only what the tree has mapped, what was not there before it, what bears a name that libraries draw
+for themselves and what nobody else held is ever removed.
 """
 
 from __future__ import annotations

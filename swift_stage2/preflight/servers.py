@@ -101,25 +101,25 @@ def refuse_deaf_endpoint(endpoint: str) -> None:
         refuse_busy(host, int(port), key)
 
 
-def warn_of_servers(config: Stage2Config, indices: Iterable[int]) -> list[str]:
-    """A warning for each server here whose name means this machine alone, as a fresh Debian's own does, or that whoever
-    is in the network can use.
-    """
-    warnings: list[str] = []
-    for index in indices:
-        key, host = f"rollout.servers[{index}].base_url", config.rollout.servers[index].host
-        address = _lone_address(host)
-        if address not in ("", host) and host != "localhost":
-            warnings.append(
-                f"{key} has host={host!r}, which is {address} on this machine, so that no other reaches the server; "
-                "write its address in the network, or correct /etc/hosts"
-            )
-        if config.rollout.api_key() is None and address in ("", *ANY_ADDRESS):
-            warnings.append(
-                f"{key} listens on {host} without a key: whoever reaches it can replace the weights; set the variable "
-                "that rollout.api_key_env names here and for the learner"
-            )
-    return warnings
+def warn_of_open_servers(config: Stage2Config) -> list[str]:
+    """A warning for each server that others in the network reach and can use, because there is no key."""
+    return [
+        f"rollout.servers[{index}].base_url listens on {server.host} without a key: whoever reaches it can replace the "
+        "weights; set the variable that rollout.api_key_env names for the server and for the learner"
+        for index, server in enumerate(config.rollout.servers)
+        if config.rollout.api_key() is None and _lone_address(server.host) in ("", *ANY_ADDRESS)
+    ]
+
+
+def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[str]:
+    """A warning for each server here whose name means this machine alone, as a fresh Debian's own does."""
+    hosts = {index: config.rollout.servers[index].host for index in indices}
+    return [
+        f"rollout.servers[{index}].base_url has host={host!r}, which is {address} on this machine, so that no other "
+        "reaches the server; write its address in the network, or correct /etc/hosts"
+        for index, host in hosts.items()
+        if (address := _lone_address(host)) not in ("", host) and host != "localhost"
+    ]
 
 
 def _lone_address(host: str) -> str:

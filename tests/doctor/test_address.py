@@ -1,4 +1,4 @@
-"""Hosts, proxies, keys and ports: what is told, and that no secret is."""
+"""Hosts, proxies and ports: what is told, and that no secret is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from live_server import free_port
 
-from swift_stage2.config import RolloutConfig, ServerConfig
+from swift_stage2.config import ServerConfig
 from swift_stage2.doctor import configuration
 from swift_stage2.doctor.examination import Verdict
 from swift_stage2.errors import ConfigError
@@ -71,27 +71,6 @@ def test_a_proxy_that_no_proxy_keeps_away_is_not_told(monkeypatch: pytest.Monkey
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert "http_proxy" not in configuration.check_host(at(8000)).found
-
-
-def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = RolloutConfig(servers=(at(8000),))
-    assert "not set: right for servers without a key" in configuration.check_api_key(rollout).found
-    monkeypatch.setenv(rollout.api_key_env, "s3cret")
-    outcome = configuration.check_api_key(rollout)
-    assert outcome.verdict is Verdict.OK
-    assert "is set" in outcome.found
-    assert "s3cret" not in outcome.found + outcome.fix
-    monkeypatch.setenv(rollout.api_key_env, "with blank")
-    outcome = configuration.check_api_key(rollout)
-    assert outcome.verdict is Verdict.FAILED
-    assert outcome.fix == f"set {rollout.api_key_env} to printable ASCII without spaces"
-    assert "with blank" not in outcome.found
-
-
-def test_no_key_for_a_server_elsewhere_is_a_warning() -> None:
-    outcome = configuration.check_api_key(RolloutConfig(servers=(at(8000, "10.0.0.7"),)))
-    assert outcome.verdict is Verdict.WARNING
-    assert outcome.fix == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
 
 
 def test_the_port_that_weights_travel_over_must_be_free(busy_port: int) -> None:
