@@ -30,6 +30,7 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.doctor.configuration import (
     check_configuration,
+    check_devices,
     check_launch_plan,
     check_run_directory,
     examine_addresses,
@@ -99,7 +100,8 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
     num_ranks = learner.nnodes * (options.nproc_per_node or learner.nproc_per_node)
     exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or config.launch.learner.devices:
-        check_launch_plan(exam, config, path)
+        exam.check("launch plan", lambda: check_launch_plan(config, path))
+        exam.check("devices", lambda: check_devices(config))
         _take_learner_device(config)
     from swift_stage2.doctor.data import examine_learner  # loads torch
 

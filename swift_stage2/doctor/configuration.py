@@ -12,6 +12,8 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from urllib.request import proxy_bypass
 
@@ -36,8 +38,7 @@ def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
     if not config.b_enabled and config.warnings:
         exam.check("channel B is off", lambda: warning(*config.warnings[0].split("; ", 1)))
     if config.b_enabled:
-        for inequality in config.inequalities(config.gradient_accumulation_steps):
-            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
+        _show_rules(exam, config.inequalities(config.gradient_accumulation_steps))
         exam.check("deadlines", lambda: _deadlines(config))
         exam.check(
             "combinations",
@@ -55,21 +56,19 @@ def check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -
             f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
         ),
     )
-    for inequality in config.inequalities(by_swift):
-        if "gradient_accumulation_steps" in inequality.statement:
-            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
-
-
-def check_launch_plan(exam: Examination, config: Stage2Config, path: Path) -> None:
-    """Who gets which devices, and room for a prompt and its answer in the servers' context."""
-    exam.check("launch plan", lambda: _launch_plan(config, path))
-    exam.check("devices", lambda: _devices(config))
+    rules = config.inequalities(by_swift)
+    _show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])
 
 
 def _load(path: Path) -> Outcome[Stage2Config]:
     config = load_config(path)
     rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
     return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+
+
+def _show_rules(exam: Examination, rules: Iterable[Inequality]) -> None:
+    for rule in rules:
+        exam.check(rule.name, partial(_shown, rule))
 
 
 def _shown(rule: Inequality) -> Outcome[None]:
@@ -89,7 +88,8 @@ def _deadlines(config: Stage2Config) -> Outcome[None]:
     )
 
 
-def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
+def check_launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
+    """The plan that ``launch`` would start, or both of its parts where they are on several machines."""
     launch = config.launch
     hosts = [server.host for server in config.rollout.servers[: len(launch.servers)]]
     is_apart = launch.learner.nnodes > 1 or not all(is_here(host) for host in hosts)
@@ -106,11 +106,16 @@ def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
     return ok(f"{servers}; {ranks} learner rank(s){where}; logs in {plan.log_dir}")
 
 
-def _devices(config: Stage2Config) -> Outcome[None]:
+def check_devices(config: Stage2Config) -> Outcome[None]:
+    """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
+    import torch
+
     launch = config.launch
     owners = {"learner": launch.learner.devices}
     owners |= {f"server {index}": server.devices for index, server in enumerate(launch.servers)}
-    shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
+    shown = "; ".join(
+        f"{owner}: {','.join(map(str, devices)) or 'CPU only'}" for owner, devices in owners.items()
+    )
     # Another host's server counts that one's GPUs.
     addresses = config.rollout.servers
     here = {index: each for index, each in enumerate(launch.servers) if is_here(addresses[index].host)}
@@ -123,7 +128,7 @@ def _devices(config: Stage2Config) -> Outcome[None]:
         for index, server in here.items()
         if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
-    num_here = _num_devices()
+    num_here = torch.cuda.device_count()
     if numbers and max(numbers) >= num_here:
         return failed(
             f"disjoint ({shown}), but this machine has {num_here} GPU(s) that are visible here",
@@ -135,17 +140,6 @@ def _devices(config: Stage2Config) -> Outcome[None]:
             f"write numbers of GPUs at {', '.join(bare)}",
         )
     return ok(f"disjoint ({shown})")
-
-
-def _device_list(devices: tuple[int | str, ...]) -> str:
-    return ",".join(map(str, devices)) or "CPU only"
-
-
-def _num_devices() -> int:
-    """Entries that CUDA_VISIBLE_DEVICES leaves visible here; devices under ``launch`` count these."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 _GIB = 1024**3

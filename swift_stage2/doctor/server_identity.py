@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ def check_model(
     model = info.model
     if model is None:
         try:
-            reply = session.post(protocol.INFER, _one_token(), Deadline(rollout.request_timeout_s))
+            reply = session.post(
+                protocol.INFER, protocol.one_token_request(), Deadline(rollout.request_timeout_s)
+            )
             protocol.parse_infer_reply(reply, 1)
         except ServerFault as fault:
             return _explain(fault, rollout, key)
@@ -158,11 +160,6 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
 
 def _foreign_fix(key: str) -> str:
     return f"end what listens there, or correct {key}.base_url: it is no rollout server"
-
-
-def _one_token() -> dict[str, object]:
-    config = protocol.request_config(**asdict(ONE_TOKEN), seed=1)
-    return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
 
 
 @dataclass(frozen=True, slots=True)

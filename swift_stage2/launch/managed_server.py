@@ -282,13 +282,7 @@ class ReadinessProbe:
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _ask(self) -> None:
-        config = protocol.request_config(
-            max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-        )
-        body = {
-            "infer_requests": [{"messages": [{"role": "user", "content": "?"}]}],
-            "request_config": config,
-        }
+        body = protocol.one_token_request()
         with self._session:
             while not self._cancelled.is_set() and (left_s := self._end - time.monotonic()) > 0:
                 try:

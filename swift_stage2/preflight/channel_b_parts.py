@@ -15,13 +15,11 @@ from swift_stage2.channel_b import detection as detection  # registers the task 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.registry import find
-from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
@@ -29,7 +27,7 @@ from swift_stage2.preflight.packing_isolation import (
     check_isolation,
     isolation_batches,
 )
-from swift_stage2.preflight.samples import RowLengths, check_samples, measure_lengths, usable_samples
+from swift_stage2.preflight.samples import RowLengths, check_rows
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.trace import Trace
@@ -72,8 +70,8 @@ def check_parts(
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
     task = task.with_span(telemetry.trace.span)
-    # Also of the validation set: what a report or a log names is looked up in both.
-    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
+    mine = range(control.rank, len(rows), control.world_size)
+    checked = check_rows(config, rows, usable, encoder, task, seed, measured=mine)
     source = SampleSource(
         rows,
         task,
@@ -82,18 +80,15 @@ def check_parts(
         seed=seed,
         events=telemetry.ledger,
         usable=usable,
-        origins=origins,
+        origins=checked.origins,
     )
-    samples = usable_samples(rows, seed, encoder, task, usable=usable, origins=origins)
-    check_samples(config, encoder, task, samples, origins)
-    task = task.learn(rows, samples[0], encoder)
-    mine = range(control.rank, len(rows), control.world_size)
-    lengths = measure_lengths(config, rows, mine, encoder, task, origins)
-    isolation = isolation_batches(encoder, task, samples)
+    isolation = isolation_batches(encoder, checked.task, checked.samples)
     # Before the checks that run the model, which give its process the time to load the template.
-    preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
+    preprocessor = _preprocessor(config, encoder, checked.task, telemetry.trace)
     on_failure.callback(preprocessor.close)
-    return CheckedParts(encoder, task, preprocessor, source, samples, isolation, lengths)
+    return CheckedParts(
+        encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
+    )
 
 
 def tell_lengths(mine: RowLengths, control: ControlGroup, telemetry: Telemetry) -> None:

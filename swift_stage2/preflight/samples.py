@@ -20,7 +20,8 @@ from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
-from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
 
@@ -101,6 +102,44 @@ def check_samples(
 _NUM_PROMPTS = 256  # distinct ones that are encoded by the template itself
 
 Sizes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRows:
+    """The rows of a data set, as the settings were checked on them."""
+
+    samples: list[Sample]
+    task: Task
+    """It has learned how the answers are written."""
+    origins: RowOrigins
+    """Of the validation set, too: a row that a report or a log names is looked up in both."""
+    lengths: RowLengths
+    """Of the rows that were to be measured."""
+
+
+def check_rows(
+    config: Stage2Config,
+    rows: Rows,
+    usable: Sequence[int],
+    encoder: Encoder,
+    task: Task,
+    seed: int,
+    *,
+    measured: Iterable[int],
+    count: int = _NUM_SAMPLES_WANTED,
+) -> CheckedRows:
+    """Everything that the real template tells of the rows without the model, as a start and the doctor ask it.
+
+    Raises:
+        DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+    """
+    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
+    samples = usable_samples(rows, seed, encoder, task, count, usable, origins)
+    check_samples(config, encoder, task, samples, origins)
+    task = task.learn(rows, samples[0], encoder)
+    return CheckedRows(
+        samples, task, origins, measure_lengths(config, rows, measured, encoder, task, origins)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +320,7 @@ def _size(image: Any) -> tuple[int, int]:
         if isinstance(image, Image.Image):
             return image.size
         content = image.get("bytes") if isinstance(image, Mapping) else None
-        path = image.get("path") if isinstance(image, Mapping) else image
-        picture = look_at(content if content else str(path))
+        picture = look_at(content or str(path_of(image)))
     except UNREADABLE as error:
         raise SampleError(f"an image must be a readable picture: {error}") from error
     return picture.width, picture.height

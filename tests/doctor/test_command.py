@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_run import Report
 from live_server import free_port
 
 from swift_stage2.config import load_config
-from swift_stage2.doctor import command, configuration, data
+from swift_stage2.doctor import command, data
 from swift_stage2.errors import ConfigError
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 
@@ -156,7 +157,7 @@ def test_devices_that_this_machine_lacks_fail(configure: Configure, doctor: Doct
 def test_devices_of_servers_on_other_hosts_are_not_looked_for_here(
     configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     learner = {"devices": [0, 1], "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29400"}
     launch = {"servers": [{"engine": "swift", "devices": [7]}, {"engine": "vllm"}], "learner": learner}
@@ -225,7 +226,7 @@ def test_who_would_leave_the_gpus_here_unused_is_told(
     use_cpu: bool,
     fix: str | None,
 ) -> None:
-    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     report = doctor(
         configure(
             DEAD,
