@@ -13,7 +13,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Task
-from swift_stage2.config import ServerEngine, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.doctor.configuration import check_accumulation
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
 from swift_stage2.preflight.channel_b_parts import make_task
@@ -68,7 +68,7 @@ def examine_learner(
     )
     exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
     if config.stage2_ab.evaluation.every_steps:
-        num_rows = prepared.result.num_validation_rows if prepared.passed and rows_checked.passed else 0
+        num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
         exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
         exam.check(
             "evaluations",
@@ -85,8 +85,8 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
 
     prepared = prepare_learner(config.swift, scratch, with_weights=False)
     return ok(
-        f"ms-swift takes section swift; template {prepared.args.template}, {prepared.vocabulary_size} tokens, dtype "
-        f"{prepared.dtype}",
+        f"ms-swift takes section swift; template {prepared.args.template}, {len(prepared.template.tokenizer)} tokens, "
+        f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
         prepared,
     )
 
@@ -113,7 +113,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
         DatasetError, ConfigError: as ``check_rows`` does.
     """
     encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
-    rows = prepared.rows()
+    rows, _ = prepared.row_sets
     task = make_task(config)
     usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
@@ -162,7 +162,7 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
         )
     for index, server in enumerate(config.launch.servers):
         context = server.args.get("vllm_max_model_len")
-        if server.engine is ServerEngine.SWIFT and isinstance(context, int) and context < needed:
+        if isinstance(context, int) and context < needed:
             return warning(
                 f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
                 f"write launch.servers[{index}].args.vllm_max_model_len: {needed} or more",

@@ -321,6 +321,16 @@ def test_the_rows_and_steps_of_evaluations_are_told(
     )
 
 
+@pytest.mark.parametrize("engine", ["swift", "vllm"])
+def test_a_servers_context_must_hold_the_longest_prompt_and_its_answer(
+    configure: Configure, doctor: Doctor, engine: str
+) -> None:
+    launch = {"servers": [{"engine": engine, "args": {"vllm_max_model_len": 64}}]}
+    row = doctor(configure(DEAD, launch=launch)).row("packing_length")
+    assert row["verdict"] == "warning", row
+    assert "launch.servers[0].args.vllm_max_model_len 64 < prompt " in row["found"]
+
+
 @pytest.mark.parametrize(("max_steps", "times"), [(12, 1), (11, 0), (22, 2), (21, 1), (1, 0), (-1, None)])
 def test_evaluations_are_counted_as_the_schedule_begins_them(
     configure: Configure, rows_file: Path, max_steps: int, times: int | None
