@@ -6,11 +6,9 @@ The rules are the configuration's own (``Stage2Config.inequalities``); none is s
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -24,7 +22,9 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, faile
 from swift_stage2.launch.plan import LaunchPart, plan_launch
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.servers import refuse_busy_group_port
+from swift_stage2.process.background import BackgroundCall
 from swift_stage2.process.ports import holder_of, is_here
+from swift_stage2.process.route import connection_error, http_remedy
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
@@ -243,11 +243,11 @@ def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outco
 def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer: bool) -> Outcome[str]:
     """A TCP connection, and how long it took; hands the address on. A server may not run yet, unless it must answer."""
     started = time.perf_counter()
-    try:
-        socket.create_connection((address, server.port), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        found = f"nothing answers at {server.base_url}: {error}"
-        fix = f"start the server there (swift-stage2 rollout, swift rollout or launch), or correct {key}.base_url"
+    if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
+        found, fix = (
+            f"nothing answers at {server.base_url}: {error}",
+            f"{http_remedy(error)}, or correct {key}.base_url",
+        )
         return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
     seconds = time.perf_counter() - started
     holder = holder_of(server.port) if is_here(address) else ""
@@ -259,20 +259,15 @@ def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer
 
 def _resolve(host: str, port: int) -> list[str] | str:
     """IP addresses, or why there are none; a resolver that hangs is given up."""
-    answers: queue.Queue[list[str] | str] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            answers.put([str(info[4][0]) for info in infos])
-        except (OSError, UnicodeError) as error:
-            answers.put(str(error))
-
-    threading.Thread(target=ask, name=f"resolve {host}", daemon=True).start()
-    try:
-        return answers.get(timeout=_RESOLVE_TIMEOUT_S)
-    except queue.Empty:
+    call = BackgroundCall(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), name=f"resolve {host}"
+    )
+    if not call.ended_within(_RESOLVE_TIMEOUT_S):
         return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
+    try:
+        return [str(info[4][0]) for info in call.result_within(0.0)]
+    except (OSError, UnicodeError) as error:
+        return str(error)
 
 
 def _catching_proxies(server: ServerConfig) -> list[str]:

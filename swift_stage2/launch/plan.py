@@ -159,12 +159,7 @@ def plan_launch(
         learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
     check = Command(
         name="arguments",
-        argv=(
-            sys.executable,
-            "-m",
-            "swift_stage2.preflight.swift_parsing",
-            str(config_path.absolute()),
-        ),
+        argv=(sys.executable, "-m", "swift_stage2.preflight.swift_parsing", str(config_path.absolute())),
         environment=_environment(outer),
         grace_s=_CHECK_GRACE_S,
     )
