@@ -27,7 +27,7 @@ from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.cores import split_cores
+from swift_stage2.process.visible_devices import split_cores
 
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2

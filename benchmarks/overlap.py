@@ -29,7 +29,7 @@ from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.cores import split_cores, started_on
+from swift_stage2.process.visible_devices import split_cores, started_on
 
 BUDGET = 0.9
 NUM_WARMUP = 8

@@ -29,7 +29,7 @@ from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.launch.cores import split_cores
+from swift_stage2.process.visible_devices import split_cores
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 

@@ -17,11 +17,10 @@ from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.launch.job import Job
-from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans
-from swift_stage2.launch.readiness import ReadinessProbe
-from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.launch.managed_server import ReadinessProbe
+from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.process.visible_devices import split_cores, started_on
 
 _GRACE_S = 30.0
 _START_S = 300.0

@@ -43,12 +43,12 @@ from swift_stage2.preflight.channel_b_parts import (
     CheckedParts,
     check_packing,
     check_parts,
+    check_preprocessing,
     make_task,
     tell_lengths,
 )
 from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
-from swift_stage2.preflight.preprocessing import check_preprocessing
-from swift_stage2.preflight.server_wait import wait_for_servers
+from swift_stage2.preflight.servers import wait_for_servers
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.process.watches import ProgressWatch, Standing
 from swift_stage2.records import Pack, Sample

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
-from swift_stage2.errors import UserError
+from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
 from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error
 from swift_stage2.terminal.parser import CommandParser, rank_count
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from swift_stage2.process.torchrun import AgentWatch
 
 _FAILED = 1
-_USER_MISTAKE = 2
 _HANG = 70
 _INTERRUPTED = 130
 _UNREAD = 141
@@ -66,7 +65,7 @@ def ended(command: str, work: Callable[[], int]) -> int:
         return work()
     except UserError as exc:
         print_error(command, exc)
-        return _USER_MISTAKE
+        return EXIT_USER_MISTAKE
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:

@@ -42,6 +42,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+EXIT_USER_MISTAKE = 2
+"""Exit status of every command that a UserError ends."""
+
 
 class Stage2Error(Exception):
     """Base of every exception that swift_stage2 raises on purpose."""

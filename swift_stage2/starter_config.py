@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import load_config
-from swift_stage2.config.yaml_text import read_yaml, write_yaml
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.binding import bind
+from swift_stage2.config.yaml_text import parse_yaml, write_yaml
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
@@ -62,19 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_starter(options: argparse.Namespace) -> None:
-    """Writes the YAML after ``load_config`` has taken it. Raises ConfigError or UserError; then nothing is left."""
-    text = _HEAD + write_yaml(starter_config(options))
-    with tempfile.TemporaryDirectory(prefix="swift-stage2-init-") as scratch:
-        draft = Path(scratch) / options.output.name
-        draft.write_text(text, encoding="utf-8")
-        try:
-            load_config(draft)
-        except UserError as error:
-            raise UserError(str(error).replace(f"{draft}: ", "what was asked for cannot run: ", 1)) from error
+    """Writes the YAML after the configuration has taken it. Raises ConfigError or UserError; then nothing is left."""
+    data = starter_config(options)
+    try:
+        bind(Stage2Config, data)
+    except UserError as error:
+        raise UserError(f"what was asked for cannot run: {error}") from error
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with options.output.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(_HEAD + write_yaml(data))
     except OSError as error:
         raise UserError(
             f"--output must be a new file that can be written, got {error}; name another"
@@ -186,16 +183,11 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 def _further(words: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` options with the values read as YAML does."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="swift-stage2-init-") as scratch:
-        for word in words:
-            key, equals, _ = word.partition("=")
-            if not equals or not key.isidentifier():
-                raise UserError(
-                    f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full"
-                )
-            file = Path(scratch) / "argument.yaml"
-            file.write_text(word.replace("=", ": ", 1), encoding="utf-8")
-            found |= read_yaml(file)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full")
+        found |= parse_yaml(f"{key}: {value}", f"--swift {word}")
     return found
 
 

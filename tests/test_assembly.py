@@ -21,9 +21,9 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.collectives import GlooControlGroup, SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
-from swift_stage2.preflight import server_wait
+from swift_stage2.preflight import servers
 from swift_stage2.preflight.samples import check_samples, usable_samples
-from swift_stage2.preflight.server_wait import wait_for_servers
+from swift_stage2.preflight.servers import wait_for_servers
 from swift_stage2.run import SWITCH_INTERVAL_S, Stage2Run
 from swift_stage2.servers import protocol
 
@@ -108,7 +108,7 @@ def _token_count(batch: Mapping[str, Any]) -> float:
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where vLLM is installed: the fake server is a stock one."""
-    monkeypatch.setattr(server_wait, "vllm_is_installed", lambda: True)
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
 
 
 # --- servers -----------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
 def test_a_stock_server_needs_vllm_beside_the_learner(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_wait, "vllm_is_installed", lambda: False)
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: False)
     with pytest.raises(ConfigError, match="vLLM must be installed beside the learner, got none; install it"):
         wait_for_servers(configure(server.url), SingleRank())
 

@@ -30,7 +30,7 @@ from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
 from swift_stage2.demo.demo_config import free_ports
-from swift_stage2.launch.cores import split_cores, started_on
+from swift_stage2.process.visible_devices import split_cores, started_on
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1

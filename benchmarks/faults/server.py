@@ -25,7 +25,7 @@ from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, held_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job
 from swift_stage2.launch.process_tree import Command, ProcessTree
-from swift_stage2.launch.shared_memory import mapped_by
+from swift_stage2.launch.warden import mapped_by
 from swift_stage2.process.ports import is_quiet
 from swift_stage2.servers import protocol
 

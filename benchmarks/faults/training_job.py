@@ -28,7 +28,7 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import plan_launch
 from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.launch.shared_memory import mapped_by
+from swift_stage2.launch.warden import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of

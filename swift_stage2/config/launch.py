@@ -160,8 +160,8 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         rules.deadline(self, "server_shutdown_timeout_s")
 
-    def refuse_shared_devices(self, hosts: Sequence[str] = ()) -> None:
-        """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's; all are its by default.
+    def refuse_shared_devices(self, hosts: Sequence[str]) -> None:
+        """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's.
 
         Raises:
             ConfigError: two processes on one host with the same device.
@@ -169,10 +169,9 @@ class LaunchConfig:
         owners: dict[tuple[str, int | str], str] = {
             ("", device): "learner" for device in self.learner.devices
         }
-        for index, server in enumerate(self.servers):
+        for index, (server, host) in enumerate(zip(self.servers, hosts, strict=True)):
             for device in server.devices:
-                place = (hosts[index] if hosts else "", device)
-                owner = owners.setdefault(place, f"servers[{index}]")
+                owner = owners.setdefault((host, device), f"servers[{index}]")
                 if owner != f"servers[{index}]":
                     raise ConfigError(
                         f"launch: learner and servers need devices of their own, got device {device} for both "

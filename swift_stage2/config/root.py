@@ -66,8 +66,7 @@ class TelemetryConfig:
     """Completions, plans and losses as JSON lines in the run directory, so that ``replay`` can run it again."""
 
     def __post_init__(self) -> None:
-        if self.gallery_rows < 0:
-            raise ConfigError(f"telemetry.gallery_rows must be 0 or more, got {self.gallery_rows}; write 256")
+        rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
         if self.record and not self.audit:
             raise ConfigError(
                 "telemetry.record needs the ledger that telemetry.audit keeps, got record=true audit=false; write "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,30 +48,25 @@ class Inequality:
 def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> None:
     """Each of the section's settings is finite and at least ``minimum``."""
     for name in names:
-        value = getattr(section, name)
-        _refuse_unless(math.isfinite(value) and value >= minimum, f"at least {minimum}", name, value, remedy)
+        _require(section, name, lambda value: value >= minimum, f"at least {minimum}", remedy)
 
 
 def in_unit_range(section: Any, name: str, remedy: str = "") -> None:
     """``0 <= value <= 1``."""
-    value = getattr(section, name)
-    _refuse_unless(0 <= value <= 1, "in the range 0..1", name, value, remedy)
+    _require(section, name, lambda value: 0 <= value <= 1, "in the range 0..1", remedy)
 
 
 def deadline(section: Any, *names: str) -> None:
     """Each is finite and positive: nothing may wait for ever."""
+    remedy = "write a number of seconds, because every wait needs a deadline"
     for name in names:
-        value = getattr(section, name)
-        allowed = "a finite number of seconds above 0"
-        remedy = "write a number of seconds, because every wait needs a deadline"
-        _refuse_unless(math.isfinite(value) and value > 0, allowed, name, value, remedy)
+        _require(section, name, lambda value: value > 0, "a finite number of seconds above 0", remedy)
 
 
 def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str = "") -> None:
     """``0 < value <= maximum`` and finite."""
-    value = getattr(section, name)
     allowed = "above 0" if math.isinf(maximum) else f"above 0 and at most {maximum:g}"
-    _refuse_unless(math.isfinite(value) and 0 < value <= maximum, allowed, name, value, remedy)
+    _require(section, name, lambda value: 0 < value <= maximum, allowed, remedy)
 
 
 def variable_name(name: str, value: str) -> None:
@@ -104,7 +100,8 @@ def _looks_like_a_key(word: str) -> bool:
     )
 
 
-def _refuse_unless(holds: bool, allowed: str, name: str, value: object, remedy: str) -> None:
-    if not holds:
+def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: str, remedy: str) -> None:
+    value = getattr(section, name)
+    if not (math.isfinite(value) and holds(value)):
         tail = f"; {remedy}" if remedy else ""
         raise ConfigError(f"{name} must be {allowed}, got {name}={value!r}{tail}")

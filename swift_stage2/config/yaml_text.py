@@ -136,16 +136,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: the file must be readable UTF-8 text: {exc}") from exc
-    try:
-        data = yaml.load(text, _Loader)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path}: {_syntax_error(exc, text)}") from exc
-    except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
+    data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         kind = "an empty file" if data is None else type(data).__name__
         raise ConfigError(f"{path}: the file must hold a mapping with the section stage2_ab, got {kind}")
     return data
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Plain values. Raises ConfigError, with the ``name`` of the text, as ``read_yaml`` does."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{name}: {_syntax_error(exc, text)}") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"{name}: {exc}") from exc
 
 
 def _syntax_error(error: yaml.YAMLError, text: str) -> str:

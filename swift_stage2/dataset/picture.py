@@ -159,20 +159,21 @@ def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) ->
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _path(image: Any) -> Any:
+def path_of(image: Any) -> Any:
+    """The path that an entry of a row's ``images`` names, if it is one."""
     return image.get("path") if isinstance(image, Mapping) else image
 
 
 def _look_at(image: Any) -> StoredPicture | None:
     """None for one that the check tells of."""
     try:
-        return look_at(path) if isinstance(path := _path(image), str) else None
+        return look_at(path) if isinstance(path := path_of(image), str) else None
     except UNREADABLE:
         return None
 
 
 def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) -> Any:
-    path = _path(image)
+    path = path_of(image)
     if picture.orientation == UPRIGHT:
         return image
     if path not in done.images:

@@ -18,7 +18,7 @@ from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.dataset.fault import Fault, Place, Rule
-from swift_stage2.dataset.picture import UNREADABLE, StoredPicture
+from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, path_of
 from swift_stage2.errors import ConfigError, SampleError
 
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
@@ -137,7 +137,7 @@ class _RowCheck:
         return [self._read_image(image) for image in self.images]
 
     def _read_image(self, image: Any) -> StoredPicture | None:
-        path = image.get("path") if isinstance(image, Mapping) else image
+        path = path_of(image)
         if not isinstance(path, str) or not path:
             self._tell(
                 Rule.IMAGE,

@@ -21,11 +21,10 @@ from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.scoring import DetectionScore, evaluation_command, read_scores
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.cores import started_on
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans
+from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.run_view import WaitNotice
-from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.process.visible_devices import started_on
 from swift_stage2.telemetry.live_state import RunProgress
 from swift_stage2.telemetry.live_view import LiveView
 

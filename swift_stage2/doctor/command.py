@@ -28,11 +28,12 @@ from rich.text import Text
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.yaml_text import read_yaml
-from swift_stage2.doctor.address import examine_addresses
 from swift_stage2.doctor.configuration import (
     check_configuration,
+    check_devices,
     check_launch_plan,
     check_run_directory,
+    examine_addresses,
 )
 from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
@@ -99,7 +100,8 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
     num_ranks = learner.nnodes * (options.nproc_per_node or learner.nproc_per_node)
     exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or config.launch.learner.devices:
-        check_launch_plan(exam, config, path)
+        exam.check("launch plan", lambda: check_launch_plan(config, path))
+        exam.check("devices", lambda: check_devices(config))
         _take_learner_device(config)
     from swift_stage2.doctor.data import examine_learner  # loads torch
 
@@ -207,22 +209,19 @@ def _positive(text: str) -> float:
 def findings_table(findings: Sequence[Finding]) -> RenderableType:
     """A table per section, one row per check, and a line that counts the verdicts."""
     parts: list[RenderableType] = []
+    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "show_header": False}
+    look |= {"expand": True, "box": SIMPLE, "show_edge": False, "pad_edge": False}
     for section, rows in groupby(findings, key=lambda finding: finding.section):
-        table = Table(
-            title=section,
-            title_justify="left",
-            title_style="bold",
-            show_header=False,
-            expand=True,
-            box=SIMPLE,
-            show_edge=False,
-            pad_edge=False,
-        )
+        table = Table(title=section, **look)
         table.add_column("check", width=_CHECK_COLUMNS, overflow="fold")
         table.add_column("verdict", width=len(Verdict.WARNING))
         table.add_column("found", ratio=1, overflow="fold")
         for finding in rows:
-            table.add_row(finding.check, _verdict(finding), _found(finding))
+            style, is_shown = _STYLES[finding.verdict], finding.verdict is not Verdict.NOT_CHECKED
+            found = Text(finding.found) if is_shown else Text(f"not checked: {finding.found}", style=style)
+            if finding.fix:
+                found.append(f"\nfix: {finding.fix}", style=style)
+            table.add_row(finding.check, Text(str(finding.verdict) if is_shown else "-", style=style), found)
         parts += [table, Text()]
     return Group(*parts, summary_line(findings))
 
@@ -239,17 +238,3 @@ def summary_line(findings: Sequence[Finding]) -> Text:
 def findings_json(findings: Sequence[Finding], **facts: Any) -> dict[str, Any]:
     """The same for a script; ``facts`` are put beside the rows."""
     return {**facts, "findings": [asdict(finding) for finding in findings]}
-
-
-def _verdict(finding: Finding) -> Text:
-    is_shown = finding.verdict is not Verdict.NOT_CHECKED  # that is said in the row's text
-    return Text(str(finding.verdict) if is_shown else "-", style=_STYLES[finding.verdict])
-
-
-def _found(finding: Finding) -> Text:
-    if finding.verdict is Verdict.NOT_CHECKED:
-        return Text(f"not checked: {finding.found}", style=_STYLES[finding.verdict])
-    text = Text(finding.found)
-    if finding.fix:
-        text.append(f"\nfix: {finding.fix}", style=_STYLES[finding.verdict])
-    return text

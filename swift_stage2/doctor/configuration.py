@@ -1,4 +1,4 @@
-"""Every rule between numbers of the configuration, shown with the numbers put in, and what it combines.
+"""The checks of the configuration alone: its rules with the numbers put in, launch plan, run directory, addresses.
 
 The rules are the configuration's own (``Stage2Config.inequalities``); none is stated here again.
 """
@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
+import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from urllib.request import proxy_bypass
 
-from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.rules import Inequality
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
 from swift_stage2.launch.plan import LaunchPart, plan_launch
-from swift_stage2.process.ports import is_here
+from swift_stage2.preflight.checks import Known
+from swift_stage2.preflight.servers import refuse_busy_group_port
+from swift_stage2.process.background import BackgroundCall
+from swift_stage2.process.ports import holder_of, is_here
+from swift_stage2.process.route import connection_error, http_remedy
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
@@ -29,8 +38,7 @@ def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
     if not config.b_enabled and config.warnings:
         exam.check("channel B is off", lambda: warning(*config.warnings[0].split("; ", 1)))
     if config.b_enabled:
-        for inequality in config.inequalities(config.gradient_accumulation_steps):
-            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
+        _show_rules(exam, config.inequalities(config.gradient_accumulation_steps))
         exam.check("deadlines", lambda: _deadlines(config))
         exam.check(
             "combinations",
@@ -48,21 +56,19 @@ def check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -
             f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
         ),
     )
-    for inequality in config.inequalities(by_swift):
-        if "gradient_accumulation_steps" in inequality.statement:
-            exam.check(inequality.name, lambda rule=inequality: _shown(rule))  # type: ignore[misc]
-
-
-def check_launch_plan(exam: Examination, config: Stage2Config, path: Path) -> None:
-    """Who gets which devices, and room for a prompt and its answer in the servers' context."""
-    exam.check("launch plan", lambda: _launch_plan(config, path))
-    exam.check("devices", lambda: _devices(config))
+    rules = config.inequalities(by_swift)
+    _show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])
 
 
 def _load(path: Path) -> Outcome[Stage2Config]:
     config = load_config(path)
     rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
     return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+
+
+def _show_rules(exam: Examination, rules: Iterable[Inequality]) -> None:
+    for rule in rules:
+        exam.check(rule.name, partial(_shown, rule))
 
 
 def _shown(rule: Inequality) -> Outcome[None]:
@@ -82,7 +88,8 @@ def _deadlines(config: Stage2Config) -> Outcome[None]:
     )
 
 
-def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
+def check_launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
+    """The plan that ``launch`` would start, or both of its parts where they are on several machines."""
     launch = config.launch
     hosts = [server.host for server in config.rollout.servers[: len(launch.servers)]]
     is_apart = launch.learner.nnodes > 1 or not all(is_here(host) for host in hosts)
@@ -99,11 +106,16 @@ def _launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:
     return ok(f"{servers}; {ranks} learner rank(s){where}; logs in {plan.log_dir}")
 
 
-def _devices(config: Stage2Config) -> Outcome[None]:
+def check_devices(config: Stage2Config) -> Outcome[None]:
+    """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
+    import torch
+
     launch = config.launch
     owners = {"learner": launch.learner.devices}
     owners |= {f"server {index}": server.devices for index, server in enumerate(launch.servers)}
-    shown = "; ".join(f"{owner}: {_device_list(devices)}" for owner, devices in owners.items())
+    shown = "; ".join(
+        f"{owner}: {','.join(map(str, devices)) or 'CPU only'}" for owner, devices in owners.items()
+    )
     # Another host's server counts that one's GPUs.
     addresses = config.rollout.servers
     here = {index: each for index, each in enumerate(launch.servers) if is_here(addresses[index].host)}
@@ -116,7 +128,7 @@ def _devices(config: Stage2Config) -> Outcome[None]:
         for index, server in here.items()
         if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
-    num_here = _num_devices()
+    num_here = torch.cuda.device_count()
     if numbers and max(numbers) >= num_here:
         return failed(
             f"disjoint ({shown}), but this machine has {num_here} GPU(s) that are visible here",
@@ -128,17 +140,6 @@ def _devices(config: Stage2Config) -> Outcome[None]:
             f"write numbers of GPUs at {', '.join(bare)}",
         )
     return ok(f"disjoint ({shown})")
-
-
-def _device_list(devices: tuple[int | str, ...]) -> str:
-    return ",".join(map(str, devices)) or "CPU only"
-
-
-def _num_devices() -> int:
-    """Entries that CUDA_VISIBLE_DEVICES leaves visible here; devices under ``launch`` count these."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 _GIB = 1024**3
@@ -173,3 +174,106 @@ def _weights_bytes(config: Stage2Config) -> int:
     if config.swift.get("tuner_type") != "full" or not isinstance(model, str):
         return 0
     return sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
+
+
+_RESOLVE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
+    """The rows of all servers; one check per server hands on its address once a connection can be made."""
+    exam.begin_section("Addresses")
+    servers = config.rollout.servers
+    # On another machine another launch starts it; here it is looked at as any server that runs already.
+    launched = [
+        index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
+    ]
+    exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
+    return [
+        _examine_server(exam, config, index, live=live, is_launched=index in launched)
+        for index in range(len(servers))
+    ]
+
+
+def _examine_server(
+    exam: Examination, config: Stage2Config, index: int, *, live: bool, is_launched: bool
+) -> Checked[str]:
+    server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
+    host = exam.check(f"server {index}: host", lambda: check_host(server))
+    if is_launched:
+        return host
+    route = exam.check(
+        f"server {index}: {'answers' if live else 'port open'}",
+        lambda: check_reachable(server, host.result, key, must_answer=live),
+        needs=[host],
+    )
+    if live:
+        exam.check(
+            f"server {index}: group port",
+            lambda: check_group_port_free(server, host.result, key),
+            needs=[host],
+        )
+    return route
+
+
+def check_host(server: ServerConfig) -> Outcome[str]:
+    """The host's address; which proxies of the environment are ignored for it."""
+    addresses = _resolve(server.host, server.port)
+    if isinstance(addresses, str):
+        return failed(
+            f"{server.host} has no address: {addresses}",
+            f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
+        )
+    address = addresses[0]
+    proxies = _catching_proxies(server)
+    told = f"; {', '.join(proxies)} would catch it and is ignored, as always for servers" if proxies else ""
+    return ok(f"{server.host} is {address}{' (this machine)' if is_here(address) else ''}{told}", address)
+
+
+def check_group_port_free(server: ServerConfig, address: str, key: str) -> Outcome[None]:
+    """With servers running: the port that weights will travel over. Raises ConfigError as ``refuse_busy`` does."""
+    if not is_here(address):
+        return ok(
+            f"port {server.group_port} is on another machine; the dry round shows whether it can be used"
+        )
+    refuse_busy_group_port(server, key)
+    return ok(f"port {server.group_port} is free")
+
+
+def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer: bool) -> Outcome[str]:
+    """A TCP connection, and how long it took; hands the address on. A server may not run yet, unless it must answer."""
+    started = time.perf_counter()
+    if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
+        found, fix = (
+            f"nothing answers at {server.base_url}: {error}",
+            f"{http_remedy(error)}, or correct {key}.base_url",
+        )
+        return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
+    seconds = time.perf_counter() - started
+    holder = holder_of(server.port) if is_here(address) else ""
+    return ok(
+        f"port {server.port} is open{holder.replace(' by ', ', held by ')}; connected in {1e3 * seconds:.1f} ms",
+        address,
+    )
+
+
+def _resolve(host: str, port: int) -> list[str] | str:
+    """IP addresses, or why there are none; a resolver that hangs is given up."""
+    call = BackgroundCall(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), name=f"resolve {host}"
+    )
+    if not call.ended_within(_RESOLVE_TIMEOUT_S):
+        return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
+    try:
+        return [str(info[4][0]) for info in call.result_within(0.0)]
+    except (OSError, UnicodeError) as error:
+        return str(error)
+
+
+def _catching_proxies(server: ServerConfig) -> list[str]:
+    """Names of the variables that would send this URL to a proxy; their values may hold a password."""
+    scheme = server.base_url.partition(":")[0]
+    if proxy_bypass(server.host):
+        return []
+    wanted = {f"{scheme}_proxy", "all_proxy"}
+    return sorted(name for name, value in os.environ.items() if name.lower() in wanted and value)

@@ -11,18 +11,15 @@ import torch
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
-from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Task
-from swift_stage2.config import ServerEngine, Stage2Config
-from swift_stage2.dataset.files import local_files
+from swift_stage2.config import Stage2Config
 from swift_stage2.doctor.configuration import check_accumulation
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
 from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
-from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
-from swift_stage2.preflight.samples import check_samples, usable_samples
+from swift_stage2.preflight.samples import RowLengths, check_rows
 from swift_stage2.records import Sample
 
 if TYPE_CHECKING:
@@ -71,7 +68,7 @@ def examine_learner(
     )
     exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
     if config.stage2_ab.evaluation.every_steps:
-        num_rows = prepared.result.num_validation_rows if prepared.passed and rows_checked.passed else 0
+        num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
         exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
         exam.check(
             "evaluations",
@@ -88,8 +85,8 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
 
     prepared = prepare_learner(config.swift, scratch, with_weights=False)
     return ok(
-        f"ms-swift takes section swift; template {prepared.args.template}, {prepared.vocabulary_size} tokens, dtype "
-        f"{prepared.dtype}",
+        f"ms-swift takes section swift; template {prepared.args.template}, {len(prepared.template.tokenizer)} tokens, "
+        f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
         prepared,
     )
 
@@ -113,28 +110,27 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
-        DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+        DatasetError, ConfigError: as ``check_rows`` does.
     """
     encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
-    rows = prepared.rows()
+    rows, _ = prepared.row_sets
     task = make_task(config)
     usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
-    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    samples = usable_samples(rows, int(prepared.args.seed), encoder, task, count, usable, origins)
-    check_samples(config, encoder, task, samples, origins)
-    task = task.learn(rows, samples[0], encoder)
+    checked = check_rows(
+        config, rows, usable, encoder, task, int(prepared.args.seed), measured=range(len(rows)), count=count
+    )
+    samples = checked.samples
     prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
     longest = max(range(len(samples)), key=prompts.__getitem__)
-    segments = ground_truth_segments(encoder, task, samples)
-    lengths = measure_lengths(config, rows, range(len(rows)), encoder, task, origins)
+    segments = ground_truth_segments(encoder, checked.task, samples)
     looked_at = Samples(
         encoder,
-        task,
+        checked.task,
         tuple(samples),
         prompts[longest],
-        str(origins.find(samples[longest].row)),
-        lengths,
+        str(checked.origins.find(samples[longest].row)),
+        checked.lengths,
         tuple(segment.num_tokens for segment in segments),
     )
     found = (
@@ -166,7 +162,7 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
         )
     for index, server in enumerate(config.launch.servers):
         context = server.args.get("vllm_max_model_len")
-        if server.engine is ServerEngine.SWIFT and isinstance(context, int) and context < needed:
+        if isinstance(context, int) and context < needed:
             return warning(
                 f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
                 f"write launch.servers[{index}].args.vllm_max_model_len: {needed} or more",

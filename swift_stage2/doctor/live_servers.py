@@ -2,82 +2,84 @@
 
 Everything is asked through the run's own parts (control session, rollout connection, weight sync), and
 only of servers that the checks before have found to be what they should be.
+
+The dry round is a real one with the checkpoint's own weights, on a single rank. Afterwards the server holds them, and
+carries this doctor's run id until the first round of a learner replaces it.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config
-from swift_stage2.doctor import feeding, rollouts, server_identity
+from swift_stage2.doctor import feeding
 from swift_stage2.doctor.data import Samples, samples_per_pack
-from swift_stage2.doctor.dry_round import DryRounds
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, left_out, ok
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
 from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
-from swift_stage2.doctor.rollouts import TimedCall
-from swift_stage2.doctor.server_identity import ServerIdentity
-from swift_stage2.errors import WeightSyncHang
+from swift_stage2.doctor.rollouts import TimedCall, check_calls, check_matching, check_prompts
+from swift_stage2.doctor.server_identity import (
+    busy_with,
+    check_identity,
+    check_model,
+    check_parameters,
+    check_same_files,
+    is_unproven,
+)
+from swift_stage2.errors import ServerFault, WeightSyncHang
 from swift_stage2.process.ports import is_here
-from swift_stage2.servers.session import ServerSession
+from swift_stage2.records import ServerReport
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import ServerInfo
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import WeightSync
 
 _NUM_PROMPTS = 3
 _CONNECT_TIMEOUT_S = 10.0
 
 
+@dataclass
 class LiveServers:
     """The running servers of one configuration."""
 
-    def __init__(
-        self,
-        exam: Examination,
-        config: Stage2Config,
-        scratch: Path,
-        prepared: Checked[LearnerPreparation],
-        samples: Checked[Samples],
-        routes: Sequence[Checked[str]],
-        *,
-        with_round: bool,
-    ) -> None:
-        self._exam = exam
-        self._config = config
-        self._scratch = scratch
-        self._prepared = prepared
-        self._samples = samples
-        self._routes = routes
-        self._with_round = with_round
-        self._calls: list[Checked[tuple[TimedCall, ...]]] = []
-        self.hung = False
+    exam: Examination
+    config: Stage2Config
+    scratch: Path
+    prepared: Checked[LearnerPreparation]
+    samples: Checked[Samples]
+    routes: Sequence[Checked[str]]
+    with_round: bool
+    hung: bool = False
+    """Whether a transfer hangs on a thread of this process."""
+    calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
 
     def examine(self) -> None:
         """One section of rows for every server."""
-        self._exam.begin_section("Learner's weights")
-        anybody = next((route for route in self._routes if route.passed), self._routes[0])
-        module = self._exam.check(
+        self.exam.begin_section("Learner's weights")
+        anybody = next((route for route in self.routes if route.passed), self.routes[0])
+        module = self.exam.check(
             "model",
             self._load,
-            needs=[self._prepared, anybody],
+            needs=[self.prepared, anybody],
             fix="mend section swift, or free memory for the model",
         )
-        rounds = self._exam.check(
-            "canary", lambda: self._make_rounds(module.result), needs=[module, self._samples]
-        )
-        for index, server in enumerate(self._config.rollout.servers):
-            self._exam.begin_section(f"Server {index}: {server.base_url}")
-            with ExitStack() as stack:
-                key = self._config.rollout.api_key()
-                session = stack.enter_context(ServerSession(server.base_url, key))
-                connection = ServerConnection(
-                    server.base_url, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S
-                )
-                stack.callback(connection.close)
-                self._examine_server(index, session, connection, module, rounds)
+        sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
+        key = self.config.rollout.api_key()
+        for index, server in enumerate(self.config.rollout.servers):
+            self.exam.begin_section(f"Server {index}: {server.base_url}")
+            connection = ServerConnection(server.base_url, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S)
+            with ServerSession(server.base_url, key) as session, closing(connection):
+                self._examine_server(index, session, connection, module, sync)
 
     def _examine_server(
         self,
@@ -85,114 +87,98 @@ class LiveServers:
         session: ServerSession,
         connection: ServerConnection,
         module: Checked[nn.Module],
-        rounds: Checked[DryRounds],
+        sync: Checked[WeightSync],
     ) -> None:
-        exam, rollout, key = self._exam, self._config.rollout, f"rollout.servers[{index}]"
-        route = self._routes[index]
-        identity = exam.check(
-            "who answers", lambda: server_identity.check_identity(session, rollout, key), needs=[route]
-        )
-        manifest = exam.check(
+        check, samples, prepared, route = self.exam.check, self.samples, self.prepared, self.routes[index]
+        rollout, key = self.config.rollout, f"rollout.servers[{index}]"
+        info = check("who answers", lambda: check_identity(session, rollout, key), needs=[route])
+        manifest = check(
             "parameters",
-            lambda: server_identity.check_parameters(
-                session,
-                identity.result.info,
-                WeightExport(module.result).manifest(),
-                rollout.request_timeout_s,
+            lambda: check_parameters(
+                session, info.result, WeightExport(module.result).manifest(), rollout.request_timeout_s
             ),
-            needs=[identity, module],
+            needs=[info, module],
         )
-        dry: Checked[Any] | None = None
-        if identity.passed and identity.result.is_unproven:  # it answers nothing else before a round
-            dry = self._check_round(index, session, identity, rounds, manifest)
-        model = exam.check(
+        # One that is unproven answers nothing else before a round.
+        is_first = info.passed and is_unproven(info.result)
+        dry = [self._check_round(index, session, info, sync, manifest)] if is_first else []
+        model = check(
             "model served",
-            lambda: server_identity.check_model(
-                session, identity.result, rollout, self._expected_model(index), key
-            ),
-            needs=[identity] if dry is None else [identity, dry],
+            lambda: check_model(session, info.result, rollout, self._expected_model(index), key),
+            needs=[info, *dry],
         )
-        exam.check(
+        check(
             "files",
-            lambda: server_identity.check_same_files(
-                self._prepared.result.model_directory,
-                self._server_directory(index, model.result, route.result),
+            lambda: check_same_files(
+                prepared.result.model_directory, self._server_directory(index, model.result, route.result)
             ),
-            needs=[model, self._prepared],
+            needs=[model, prepared],
         )
-        prompt = exam.check(
+        prompt = check(
             "prompts",
-            lambda: rollouts.check_prompts(
+            lambda: check_prompts(
                 connection,
-                self._samples.result.encoder,
-                self._samples.result.samples[:_NUM_PROMPTS],
+                samples.result.encoder,
+                samples.result.samples[:_NUM_PROMPTS],
                 rollout.request_timeout_s,
             ),
-            needs=[model, self._samples],
+            needs=[model, samples],
         )
-        if dry is None:
-            dry = self._check_round(index, session, identity, rounds, manifest, prompt)
-        self._check_rollouts(connection, key, [prompt] if not self._with_round else [prompt, dry])
+        if not is_first:
+            dry = [self._check_round(index, session, info, sync, manifest, prompt)]
+        calls = check(
+            "timed rollouts",
+            lambda: check_calls(connection, samples.result.encoder, samples.result.samples, self.config, key),
+            needs=[prompt, *(dry if self.with_round else ()), samples],
+        )
+        check(
+            "parsed and matched",
+            lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, self.config),
+            needs=[calls],
+        )
+        self.calls.append(calls)
 
     def _check_round(
         self,
         index: int,
         session: ServerSession,
-        identity: Checked[ServerIdentity],
-        rounds: Checked[DryRounds],
+        info: Checked[ServerInfo],
+        sync: Checked[WeightSync],
         *needs: Checked[Any],
     ) -> Checked[Any]:
-        if not self._with_round:
-            return self._exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
+        if not self.with_round:
+            return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
 
         def run() -> Outcome[Any]:
             try:
-                return rounds.result.check(index, session, identity.result)
+                return check_round(sync.result, index, session, info.result)
             except WeightSyncHang:
                 self.hung = True
                 raise
 
-        return self._exam.check(
-            "dry sync round", run, needs=[identity, rounds, *needs], fix="restart the server and read its log"
+        return self.exam.check(
+            "dry sync round", run, needs=[info, sync, *needs], fix="restart the server and read its log"
         )
-
-    def _check_rollouts(self, connection: ServerConnection, key: str, needs: Sequence[Checked[Any]]) -> None:
-        samples, config = self._samples, self._config
-        calls = self._exam.check(
-            "timed rollouts",
-            lambda: rollouts.check_calls(
-                connection, samples.result.encoder, samples.result.samples, config, key
-            ),
-            needs=[*needs, samples],
-        )
-        self._exam.check(
-            "parsed and matched",
-            lambda: rollouts.check_matching(
-                calls.result, samples.result.encoder, samples.result.task, config
-            ),
-            needs=[calls],
-        )
-        self._calls.append(calls)
 
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
         """Whether these servers, as timed, can feed channel B."""
-        exam = self._exam
+        exam = self.exam
         exam.begin_section("Feeding channel B")
         need = exam.check(
             "rollouts needed",
             lambda: feeding.check_need(self._feeding(num_ranks)),
-            needs=[self._samples, *self._calls],
+            needs=[self.samples, *self.calls],
         )
         exam.check("rate", lambda: feeding.check_rate(need.result, step_s), needs=[need])
         exam.check("pack age", lambda: feeding.check_age(need.result, step_s), needs=[need])
         exam.check("settings", lambda: feeding.check_settings(need.result, step_s), needs=[need])
 
     def _feeding(self, num_ranks: int) -> feeding.Feeding:
-        config, channel_b = self._config, self._config.stage2_ab.channel_b
+        config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
-        accumulation = self._prepared.result.gradient_accumulation_steps
-        full = [checked.result[-1] for checked in self._calls]
-        slowest = max(self._calls, key=lambda checked: checked.result[-1].seconds).result
+        accumulation = self.prepared.result.gradient_accumulation_steps
+        full = [checked.result[-1] for checked in self.calls]
+        slowest = max(self.calls, key=lambda checked: checked.result[-1].seconds).result
         return feeding.Feeding(
             b_ratio=config.stage2_ab.schedule.exact_b_ratio,
             packs_per_b_step=accumulation,
@@ -204,9 +190,9 @@ class LiveServers:
             queue_limit=prefetch.queue_limit,
             prefetch_target_packs=prefetch.prefetch_target_packs,
             samples_per_pack=samples_per_pack(
-                self._samples.result.segment_lengths, channel_b.packing.packing_length
+                self.samples.result.segment_lengths, channel_b.packing.packing_length
             ),
-            num_rows=self._samples.result.lengths.num_rows,
+            num_rows=self.samples.result.lengths.num_rows,
             single_s=slowest[0].seconds,
             batch_s=slowest[-1].seconds,
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
@@ -214,7 +200,7 @@ class LiveServers:
 
     def _load(self) -> Outcome[nn.Module]:
         """The weights, as the learner would load them."""
-        learner = prepare_learner(self._config.swift, self._scratch, with_weights=True)
+        learner = prepare_learner(self.config.swift, self.scratch, with_weights=True)
         module = learner.module()
         self._learner = learner
         manifest = WeightExport(module).manifest()
@@ -222,26 +208,99 @@ class LiveServers:
         device = next(module.parameters()).device
         return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
 
-    def _make_rounds(self, module: nn.Module) -> Outcome[DryRounds]:
-        canary = self._learner.canary(module, self._samples.result.encoder, self._samples.result.samples[0])
+    def _make_sync(self, module: nn.Module) -> Outcome[WeightSync]:
+        """The doctor's own run, whose rounds go to one server at a time."""
+        rollout, samples = self.config.rollout, self.samples.result
+        canary = self._learner.canary(module, samples.encoder, samples.samples[0])
         canary.answer()
-        return ok(
-            "the learner answers a greedy question about a sample",
-            DryRounds(self._config.rollout, module, canary),
+        sync = WeightSync(
+            endpoints_of(rollout),
+            control=SingleRank(),
+            export=WeightExport(module),
+            canary=canary,
+            make_transport=lambda info: transport_for(info, module, rollout.api_key()),
+            run_id=f"doctor-{uuid.uuid4().hex[:12]}",
+            timeout_s=rollout.sync.timeout_s,
+            bucket_mib=rollout.sync.bucket_mib,
+            proof=rollout.sync.proof,
+            api_key=rollout.api_key(),
         )
+        return ok("the learner answers a greedy question about a sample", sync)
 
     def _expected_model(self, index: int) -> str:
-        started = self._config.launch.servers
-        written = (started[index].model if started else None) or self._config.swift.get("model")
-        return str(written or self._prepared.result.model_directory)
+        started = self.config.launch.servers
+        written = (started[index].model if started else None) or self.config.swift.get("model")
+        return str(written or self.prepared.result.model_directory)
 
-    def _server_directory(self, index: int, identity: ServerIdentity, address: str) -> Path | None:
+    def _server_directory(self, index: int, info: ServerInfo, address: str) -> Path | None:
         """Where the server on this machine has its model from, if that is known for sure.
 
         A stock server says only the last part of its path; one that ``launch`` starts has its path in the file.
         """
-        started = self._config.launch.servers
-        said = self._expected_model(index) if identity.info.stock and started else identity.model
+        started = self.config.launch.servers
+        said = self._expected_model(index) if info.stock and started else info.model
         directory = Path(said).expanduser() if said else None
         known = directory is not None and directory.is_absolute() and is_here(address)
         return directory if known else None
+
+
+_GIVE_UP_TIMEOUT_S = 5.0
+_VERSION = 1  # of this doctor's own run
+_MIB = 1 << 20
+
+
+def check_round(
+    sync: WeightSync, server: int, session: ServerSession, info: ServerInfo
+) -> Outcome[ServerReport]:
+    """One round to one server, refused while it works for somebody else.
+
+    Raises:
+        WeightSyncError: the learner's weights cannot be exported.
+        WeightSyncHang: the push did not return; its thread cannot be ended.
+    """
+    if busy := busy_with(session, info):
+        return failed(
+            f"left alone: {busy}",
+            "end that run, or wait until it is over, and run the doctor again; --no-sync leaves the round out",
+        )
+    try:
+        outcome = sync.run(_VERSION, [server])
+    finally:
+        sync.close()  # a stock server keeps a communicator until it is told to let it go
+    if outcome.failed and not info.stock:
+        give_up = protocol.FinishRequest(outcome.round_id, commit=False).to_json()
+        with suppress(ServerFault):  # else it would hold the round open against the learner's first one
+            session.post(protocol.FINISH_ROUND, give_up, Deadline(_GIVE_UP_TIMEOUT_S))
+    return _describe(outcome.reports[server], info.stock)
+
+
+def _describe(report: ServerReport, is_stock: bool) -> Outcome[ServerReport]:
+    if report.error is not None:
+        return failed(report.error, _fix(report.error, is_stock))
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds.items())
+    found = (
+        f"{report.num_bytes / _MIB:.1f} MiB in {sum(report.seconds.values()):.2f} s ({phases}), proven by "
+        f"{report.proof}; the server holds the checkpoint's weights"
+    )
+    if report.proof == "canary" and not is_stock:
+        return warning(found, "write rollout.sync.proof: auto, so that checksums prove the weights", report)
+    limit = " (shows only that nothing is grossly wrong: a stock server has no checksums)" if is_stock else ""
+    return ok(found + limit, report)
+
+
+def _fix(error: str, is_stock: bool) -> str:
+    known: Sequence[tuple[str, str]] = (
+        ("same tensors", "start the server with the learner's model"),
+        ("another run", "give every run a server of its own, or wait until the other one is over"),
+        (
+            "weight group",
+            "mend rollout.servers[].group_host, group_bind or group_port, or the network, as told above",
+        ),
+        ("no checksums", "write rollout.sync.proof: auto"),
+        ("other tokens", "start the server with the learner's model, dtype and template, and restart it"),
+        ("only a canary", "write rollout.sync.proof: auto"),
+        ("canary alone shows nothing", "write rollout.sync.proof: auto"),
+    )
+    fix = next((remedy for mark, remedy in known if mark in error), "")
+    log = "restart the server and read its log" if is_stock else "read the server's log"
+    return fix or f"{log}: the round names what it was doing"

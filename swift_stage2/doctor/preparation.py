@@ -48,29 +48,9 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         return Path(self.args.model_dir)
 
     @property
-    def dtype(self) -> str:
-        """The dtype that the model is loaded in."""
-        return str(self.args.torch_dtype).removeprefix("torch.")
-
-    @property
     def gradient_accumulation_steps(self) -> int:
         """As written, or what ms-swift chooses on one rank."""
         return int(self.args.training_args.gradient_accumulation_steps)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens that the tokenizer knows."""
-        return len(self.template.tokenizer)
-
-    def rows(self) -> Any:
-        """The training rows as ms-swift reads them; channel B draws from the same."""
-        return self._both_sets[0]
-
-    @property
-    def num_validation_rows(self) -> int:
-        """As ms-swift reads them; 0 without a validation set."""
-        rows = self._both_sets[1]
-        return 0 if rows is None else len(rows)
 
     @property
     def max_steps(self) -> int:
@@ -78,9 +58,10 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         return int(self.args.max_steps)
 
     @cached_property
-    def _both_sets(self) -> tuple[Any, Any]:
+    def row_sets(self) -> tuple[Any, Any]:
+        """Training rows, which channel B draws from, too, and validation rows, if any, as ms-swift reads them."""
         train, validation = self._get_dataset()
-        return train, validation
+        return train, validation or ()
 
     def module(self) -> nn.Module:
         """The model as a sync round exports it: with its adapter, if it is tuned by one."""

@@ -83,7 +83,8 @@ def check_matching(
     qualities, refused = [], []
     for rollout in rollouts:
         try:
-            qualities.append(_correct(rollout, encoder, task))
+            prompt = encoder.encode_prompt(rollout.sample)
+            qualities.append(make_segment(rollout, prompt, encoder, task)[0].quality)
         except SampleError as error:
             refused.append(str(error))
     if not qualities:
@@ -101,9 +102,8 @@ def check_matching(
             "that ends its answers",
         )
     # Of an image without objects an answer without objects is the right one.
-    parsed = sum(quality.num_predictions > 0 or not quality.num_ground_truth for quality in qualities) / len(
-        qualities
-    )
+    num_parsed = sum(quality.num_predictions > 0 or not quality.num_ground_truth for quality in qualities)
+    parsed = num_parsed / len(qualities)
     if parsed < _FEW_PARSED:
         return warning(
             f"{found}; only {parsed:.0%} of the rollouts hold an object in the dialect {channel_b.target.dialect}",
@@ -143,11 +143,6 @@ def _rollout(sample: Sample, completion: protocol.Completion) -> Rollout:
     )
 
 
-def _correct(rollout: Rollout, encoder: Encoder, task: Task) -> MatchQuality:
-    prompt = encoder.encode_prompt(rollout.sample)
-    return make_segment(rollout, prompt, encoder, task)[0].quality
-
-
 def _describe(qualities: Sequence[MatchQuality], num_rollouts: int) -> str:
     predicted = sum(quality.num_predictions for quality in qualities)
     truths = sum(quality.num_ground_truth for quality in qualities)
@@ -167,7 +162,8 @@ def check_prompts(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
 ) -> Outcome[None]:
     """Asks for one token each, greedily, and compares what the server says it read."""
-    asked = [*samples, _text_sample()]
+    text = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
+    asked = [*samples, Sample(SampleKey(0, 0, 0), text)]
     prompts = [encoder.encode_prompt(sample) for sample in asked]
     result = _infer(connection, encoder, asked, ONE_TOKEN, timeout_s)
     if result.end is not PostEnd.ANSWERED:
@@ -203,8 +199,3 @@ def _difference(prompt: PromptEncoding, completion: Completion) -> str:
 
 def _sizes(sizes: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{width}x{height}" for width, height in sizes) or "none"
-
-
-def _text_sample() -> Sample:
-    row = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
-    return Sample(SampleKey(0, 0, 0), row)

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
 _LATE = "Timeout"  # httpx names every passed deadline so
-_UNPROVEN = str(RefusalReason.UNPROVEN)
 _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
 )
@@ -36,21 +35,12 @@ _NUM_SHOWN = 2
 _SAME_MODEL = "start the server with the learner's model"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerIdentity:
-    """What a server is."""
-
-    info: ServerInfo
-    model: str | None = None
-    """As it names it: a path, or on a stock server the last part of one."""
-
-    @property
-    def is_unproven(self) -> bool:
-        """Whether it refuses rollouts until a round proves its weights."""
-        return self.info.state == _UNPROVEN
+def is_unproven(info: ServerInfo) -> bool:
+    """Whether the server refuses rollouts until a round proves its weights."""
+    return info.state == str(RefusalReason.UNPROVEN)
 
 
-def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerIdentity]:
+def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
     """Asks ``/stage2/info/``, and of a stock server what only a rollout server answers."""
     started = time.perf_counter()
     try:  # a stock server answers after the /infer/ that runs, so as long as one may take
@@ -58,19 +48,21 @@ def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> 
         latency_ms = 1e3 * (time.perf_counter() - started)
         if info.stock:
             return _look_at_stock(session, rollout, key, latency_ms)
-        return _describe_ours(ServerIdentity(info, info.model), latency_ms)
+        return _describe_ours(info, latency_ms)
     except ServerFault as fault:
         return _explain(fault, rollout, key)
 
 
 def check_model(
-    session: ServerSession, identity: ServerIdentity, rollout: RolloutConfig, expected: str, key: str
-) -> Outcome[ServerIdentity]:
+    session: ServerSession, info: ServerInfo, rollout: RolloutConfig, expected: str, key: str
+) -> Outcome[ServerInfo]:
     """Whether the server serves the learner's model, by name; a stock one names it in its replies only."""
-    model = identity.model
+    model = info.model
     if model is None:
         try:
-            reply = session.post(protocol.INFER, _one_token(), Deadline(rollout.request_timeout_s))
+            reply = session.post(
+                protocol.INFER, protocol.one_token_request(), Deadline(rollout.request_timeout_s)
+            )
             protocol.parse_infer_reply(reply, 1)
         except ServerFault as fault:
             return _explain(fault, rollout, key)
@@ -80,7 +72,7 @@ def check_model(
                 f"start swift-stage2 rollout or swift rollout (ms-swift 4.6) at {key}.base_url",
             )
         model = protocol.parse_served_model(reply)
-    known = replace(identity, model=model)
+    known = replace(info, model=model)
     if model is None:
         return warning(
             "the server does not say which model it serves",
@@ -95,13 +87,13 @@ def check_model(
     return ok(f"serves {model}", known)
 
 
-def busy_with(session: ServerSession, identity: ServerIdentity) -> str:
+def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """For whom our server works at this moment; empty if for nobody, and always of a stock one, which does not say.
 
     Raises:
         ServerFault: it does not answer.
     """
-    if identity.info.stock:
+    if info.stock:
         return ""
     deadline = Deadline(_LOOK_TIMEOUT_S)
     if session.info(deadline).state == _ROUND_OPEN:
@@ -114,7 +106,7 @@ def busy_with(session: ServerSession, identity: ServerIdentity) -> str:
 
 def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
-) -> Outcome[ServerIdentity]:
+) -> Outcome[ServerInfo]:
     try:
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
         health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
@@ -126,26 +118,25 @@ def _look_at_stock(
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
     return ok(
         f"stock swift rollout{behind}, {size} worker(s), answered in {latency_ms:.0f} ms",
-        ServerIdentity(ServerInfo(stock=True)),
+        ServerInfo(stock=True),
     )
 
 
-def _describe_ours(identity: ServerIdentity, latency_ms: float) -> Outcome[ServerIdentity]:
-    info = identity.info
+def _describe_ours(info: ServerInfo, latency_ms: float) -> Outcome[ServerInfo]:
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, answered in {latency_ms:.0f} ms"
     if info.state == _ROUND_OPEN:
         return failed(f"{found}: a sync round of another run is open", _OTHER_RUN)
-    if identity.is_unproven:
+    if is_unproven(info):
         return warning(
-            found, "nothing to write: the next proven sync round, also the doctor's, mends it", identity
+            found, "nothing to write: the next proven sync round, also the doctor's, mends it", info
         )
-    return ok(found, identity)
+    return ok(found, info)
 
 
-def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[ServerIdentity]:
+def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
     name = rollout.api_key_env
     if fault.status in _REFUSED_KEYS:
         told = "another key than the server's" if rollout.api_key() else "no key"
@@ -168,11 +159,6 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
 
 def _foreign_fix(key: str) -> str:
     return f"end what listens there, or correct {key}.base_url: it is no rollout server"
-
-
-def _one_token() -> dict[str, object]:
-    config = protocol.request_config(**asdict(ONE_TOKEN), seed=1)
-    return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
 
 
 @dataclass(frozen=True, slots=True)

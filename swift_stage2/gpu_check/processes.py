@@ -13,9 +13,8 @@ from types import TracebackType
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import CheckFailed, ChildFailed
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans
-from swift_stage2.launch.readiness import ReadinessProbe
-from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.launch.managed_server import ReadinessProbe
+from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 
 _GRACE_S = 30.0
 _START_S = 300.0

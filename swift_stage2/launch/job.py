@@ -11,8 +11,7 @@ from types import TracebackType
 
 import psutil
 
-from swift_stage2.launch.process_tree import Command, ProcessTree, end_descendants
-from swift_stage2.launch.stop_signals import StopSignals
+from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, end_descendants
 
 _POLL_S = 0.1
 _WARDEN_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind

@@ -9,23 +9,20 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import ConfigError, ServerUnavailable, UserError
+from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.managed_server import ManagedServer
+from swift_stage2.launch.managed_server import ListeningProbe, ManagedServer, Readiness, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.process_tree import ProcessTree, adopt_orphans
+from swift_stage2.launch.process_tree import ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.readiness import ListeningProbe, Readiness, ReadinessProbe
 from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
-from swift_stage2.launch.stop_signals import StopSignals
-from swift_stage2.preflight.addresses import warn_of_servers
 from swift_stage2.preflight.checks import Known, run_checks
+from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.terminal.output import print_error
 
-_USER_MISTAKE = 2
 _NO_SERVER_LEFT = 1
 _CHECK_PATIENCE_S = 60.0  # it imports ms-swift, which a loaded machine does slowly
 
@@ -69,7 +66,7 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
-    run_checks(config, Known(addresses=True))
+    run_checks(config, Known(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
     run_checks(config, Known(starts_learner=True, files=True, rows=True))
@@ -108,7 +105,7 @@ def _serve_this_machine(
             )
         )
     run_checks(config, Known(started_servers=plan.server_indices))
-    for warning in warn_of_servers(config, plan.server_indices):
+    for warning in warn_of_lone_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
@@ -157,7 +154,7 @@ def run_plan(
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not shows_logs:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
-    if mistake and status == _USER_MISTAKE:
+    if mistake and status == EXIT_USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
     return status
 
@@ -245,7 +242,7 @@ def _let_end(job: Job, signals: StopSignals, check: ProcessTree | None) -> None:
 
 def _refuse_arguments(job: Job, check: ProcessTree | None) -> None:
     """Tells of a mistake that the argument check found; its failure for other reasons is no reason to stop."""
-    if check is not None and check.poll() == _USER_MISTAKE:
+    if check is not None and check.poll() == EXIT_USER_MISTAKE:
         job.step()
         lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")

@@ -142,14 +142,12 @@ def plan_launch(
         for index, (process, address) in enumerate(started)
         if is_here is None or is_here(address.host)
     )
-    if part is LaunchPart.ALL and servers:
-        config.launch.refuse_shared_devices()
-        if process.nnodes > 1:
-            raise ConfigError(
-                "servers and a learner of several hosts are launched apart, got launch.learner.nnodes="
-                f"{process.nnodes}; run launch --servers-only on the servers' hosts and launch --learner-only on each "
-                "of the learner's"
-            )
+    if part is LaunchPart.ALL and servers and process.nnodes > 1:
+        raise ConfigError(
+            "servers and a learner of several hosts are launched apart, got launch.learner.nnodes="
+            f"{process.nnodes}; run launch --servers-only on the servers' hosts and launch --learner-only on each "
+            "of the learner's"
+        )
     if given_rank is None and process.nnodes > 1 and part is not LaunchPart.SERVERS:
         raise ConfigError(
             f"each host of a learner has a number, got launch.learner.nnodes={process.nnodes} without one; say "
@@ -161,12 +159,7 @@ def plan_launch(
         learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
     check = Command(
         name="arguments",
-        argv=(
-            sys.executable,
-            "-m",
-            "swift_stage2.preflight.swift_parsing",
-            str(config_path.absolute()),
-        ),
+        argv=(sys.executable, "-m", "swift_stage2.preflight.swift_parsing", str(config_path.absolute())),
         environment=_environment(outer),
         grace_s=_CHECK_GRACE_S,
     )
@@ -349,6 +342,6 @@ def _refuse_shared_devices(placed: Iterable[tuple[str, Command]]) -> None:
             owner = owners.setdefault((host, device), command.name)
             if owner != command.name:
                 raise ConfigError(
-                    f"learner and servers need devices of their own, got {device} for both {owner} and "
+                    f"learner and servers need devices of their own, got device {device} for both {owner} and "
                     f"{command.name}; correct devices under launch"
                 )

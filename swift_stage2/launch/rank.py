@@ -17,14 +17,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import UserError
+from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.torchrun import AgentWatch
 from swift_stage2.run_directory.claim import StartingPoint, starting_point, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
 
-USER_MISTAKE = 2
 _FAILED = 1
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _ROOM_BYTES = 4096
@@ -37,7 +36,7 @@ def as_rank(work: Callable[[], int]) -> int:
     try:
         status = work()
     except Exception as error:
-        status = USER_MISTAKE if isinstance(error, UserError) else _FAILED
+        status = EXIT_USER_MISTAKE if isinstance(error, UserError) else _FAILED
         cause = cause_of(error)
         raise
     finally:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
+import numpy as np
+import torch
+
 from swift_stage2.channel_b import detection as detection  # registers the task that is shipped
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.registry import find
-from swift_stage2.dataset.files import local_files
-from swift_stage2.errors import DatasetError
+from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
     PackedLoss,
     check_isolation,
     isolation_batches,
 )
-from swift_stage2.preflight.row_lengths import RowLengths, measure_lengths
-from swift_stage2.preflight.samples import check_samples, usable_samples
-from swift_stage2.records import Sample
+from swift_stage2.preflight.samples import RowLengths, check_rows
+from swift_stage2.records import Rollout, Sample
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.trace import Trace
 
@@ -70,8 +70,8 @@ def check_parts(
     packing_length = config.stage2_ab.channel_b.packing.packing_length
     encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
     task = task.with_span(telemetry.trace.span)
-    # Also of the validation set: what a report or a log names is looked up in both.
-    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
+    mine = range(control.rank, len(rows), control.world_size)
+    checked = check_rows(config, rows, usable, encoder, task, seed, measured=mine)
     source = SampleSource(
         rows,
         task,
@@ -80,18 +80,15 @@ def check_parts(
         seed=seed,
         events=telemetry.ledger,
         usable=usable,
-        origins=origins,
+        origins=checked.origins,
     )
-    samples = usable_samples(rows, seed, encoder, task, usable=usable, origins=origins)
-    check_samples(config, encoder, task, samples, origins)
-    task = task.learn(rows, samples[0], encoder)
-    mine = range(control.rank, len(rows), control.world_size)
-    lengths = measure_lengths(config, rows, mine, encoder, task, origins)
-    isolation = isolation_batches(encoder, task, samples)
+    isolation = isolation_batches(encoder, checked.task, checked.samples)
     # Before the checks that run the model, which give its process the time to load the template.
-    preprocessor = _preprocessor(config, encoder, task, telemetry.trace)
+    preprocessor = _preprocessor(config, encoder, checked.task, telemetry.trace)
     on_failure.callback(preprocessor.close)
-    return CheckedParts(encoder, task, preprocessor, source, samples, isolation, lengths)
+    return CheckedParts(
+        encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
+    )
 
 
 def tell_lengths(mine: RowLengths, control: ControlGroup, telemetry: Telemetry) -> None:
@@ -124,3 +121,60 @@ def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: Control
             "nodes the same files"
         )
     together(control, lambda: check_isolation(parts.isolation, packed_loss))
+
+
+def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:
+    """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
+
+    Raises:
+        ConfigError: they do not.
+        PreprocessorLost: the process failed, ended or does not answer.
+    """
+    rollouts = [_answered(reference, rollout) for rollout in rollouts]
+    outcomes = zip(rollouts, _outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
+    for rollout, expected, found in outcomes:
+        different = sorted(
+            name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
+        )
+        if different:
+            refusals = [outcome.get("refusal", "no refusal") for outcome in (expected, found)]
+            said = f" (learner: {refusals[0]}; process: {refusals[1]})" if "refusal" in different else ""
+            raise ConfigError(
+                "the preprocessing process must encode as the learner does, got another "
+                f"{', '.join(different)} for the data set's row {rollout.sample.key.index}{said}; what changes the "
+                "template in the learner alone (a plugin, a variable set by a program) must go, or write "
+                "stage2_ab.channel_b.preprocessing: thread"
+            )
+
+
+def _answered(preprocessor: Preprocessor, rollout: Rollout) -> Rollout:
+    """With its own target as the answer, so that parsing and matching have something to do."""
+    (prepared,) = preprocessor.prepare([rollout])
+    if not isinstance(prepared, Prepared):
+        return rollout
+    preprocessor.forget([prepared.segment])
+    return replace(rollout, text=prepared.target.text)
+
+
+def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Each rollout's target and batch, alone; or why there is none."""
+    return [
+        {"target": prepared.target, **preprocessor.pack("check", [prepared.segment]).batch}
+        if isinstance(prepared, Prepared)
+        else {"refusal": str(prepared)}
+        for prepared in list(preprocessor.prepare(rollouts))
+    ]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)

@@ -13,10 +13,15 @@ from dataclasses import dataclass
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.errors import UserError
-from swift_stage2.preflight.addresses import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
+from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.preflight.dataset import check_data
 from swift_stage2.preflight.model import check_family, check_hub_ids, check_model
+from swift_stage2.preflight.servers import (
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+    warn_of_open_servers,
+)
 from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.run_directory.claim import starting_point
@@ -70,8 +75,8 @@ class Check:
     find: Callable[[Stage2Config, Known], Found | None]
 
 
-def run_checks(config: Stage2Config, known: Known) -> None:
-    """Runs what applies, in order; the first rank logs advice, and the notes of what refuses.
+def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
+    """Runs what applies, in order. The first rank tells advice, and logs the notes of what refuses.
 
     Raises:
         UserError: of the first check that refuses.
@@ -85,7 +90,7 @@ def run_checks(config: Stage2Config, known: Known) -> None:
                 logger.error("%s", note)
             raise
         for advice in found.advice if found is not None and tells else ():
-            logger.warning("%s", advice)
+            tell(advice)
 
 
 def due_checks(known: Known) -> Iterator[Check]:
@@ -101,6 +106,22 @@ def _rank_environment(config: Stage2Config, known: Known) -> Found:
     check_rank_environment(environment)
     check_gloo_address(environment)
     return Found(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+
+
+def _api_key(config: Stage2Config, known: Known) -> Found | None:
+    """Whether there is a key; never what it is."""
+    if not config.b_enabled:
+        return None
+    name, key = config.rollout.api_key_env, config.rollout.api_key()
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{name} is set to something that cannot be a bearer token; set {name} to printable ASCII without spaces"
+        )
+    if key is not None:
+        return Found(f"{name} is set; it is sent to every server")
+    if advice := warn_of_open_servers(config):
+        return Found(f"{name} is not set", advice, f"start the servers with a key and set {name} to it")
+    return Found(f"{name} is not set: right for servers without a key")
 
 
 def _addresses(config: Stage2Config, known: Known) -> Found | None:
@@ -180,6 +201,7 @@ def _validation_set(config: Stage2Config, known: Known) -> Found | None:
 CHECKS = (
     Check("rank environment", "rank_environment", _rank_environment),
     Check("learner's devices", "devices", _devices),
+    Check("API key", "addresses", _api_key),
     Check("addresses of hosts", "addresses", _addresses),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),

@@ -17,7 +17,7 @@ from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset.survey import Findings, survey
+from swift_stage2.dataset.survey import Findings, OnProgress, survey
 from swift_stage2.errors import ConfigError, DatasetError
 
 logger = logging.getLogger(__name__)
@@ -80,24 +80,24 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
                 judge_answers=config.b_enabled and dialect is not None,
                 needs_objects=channel_b.rows_without_objects is RowsWithoutObjects.REFUSE,
                 judge_objects=config.stage2_ab.task in SHIPPED_TASKS,
-                on_progress=_Progress().tell,
+                on_progress=_progress(),
             )
         except DatasetError as error:
             raise DatasetError(f"swift.{argument}: {error}") from error
     return found
 
 
-class _Progress:
-    """A line now and then, from one rank."""
+def _progress() -> OnProgress:
+    """A line now and then, from the first rank."""
+    last_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
+    def tell(num_rows: int, num_bytes: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > _PROGRESS_EVERY_S and os.environ.get("RANK", "0") == "0":
+            last_s = time.monotonic()
+            logger.warning("checking the data set: %s rows so far", f"{num_rows:,}")
 
-    def tell(self, num_rows: int, num_bytes: int) -> None:
-        if (now_s := time.monotonic()) - self._last_s > _PROGRESS_EVERY_S:
-            self._last_s = now_s
-            if _is_first_rank():
-                logger.warning("checking the data set: %s rows so far", f"{num_rows:,}")
+    return tell
 
 
 def _check_split(ratio: Any) -> None:
@@ -141,7 +141,3 @@ def _advice(findings: Findings) -> list[str]:
         for rule in Rule
         if rule.is_advice and findings.counts.get(rule)
     ]
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -41,7 +41,8 @@ def ground_truth_segments(encoder: Encoder, task: Task, samples: Sequence[Sample
     segments: list[Segment] = []
     for sample in samples:
         with suppress(SampleError):
-            segments.append(_segment(encoder, task, sample))
+            rollout, prompt = empty_rollout(sample, encoder), encoder.encode_prompt(sample)
+            segments.append(make_segment(rollout, prompt, encoder, task)[0])
     return segments
 
 
@@ -133,7 +134,7 @@ def check_isolation(batches: IsolationBatches, packed_loss: PackedLoss) -> None:
 
 
 def empty_rollout(sample: Sample, encoder: Encoder) -> Rollout:
-    """What a server that says nothing would answer."""
+    """The answer of a server that says nothing."""
     return Rollout(
         sample=sample,
         text="",
@@ -144,10 +145,6 @@ def empty_rollout(sample: Sample, encoder: Encoder) -> Rollout:
         server="",
         spans=(VersionSpan(0, 0, 0),),
     )
-
-
-def _segment(encoder: Encoder, task: Task, sample: Sample) -> Segment:
-    return make_segment(empty_rollout(sample, encoder), encoder.encode_prompt(sample), encoder, task)[0]
 
 
 def _changes(group: Group, packed_loss: PackedLoss) -> list[float]:

@@ -1,14 +1,27 @@
-"""Checks settings on real samples when a run starts: dialect, lengths, usable rows. Used by the doctor, too."""
+"""Rows as the real template sees them: a few usable ones to check settings on, and the length of every one in tokens.
+
+What the template makes of text and of each image size is asked of it once; rows with the same sizes share the answer.
+Exact: answers, image tokens, the prompt that most rows share. A prompt of another text is tokenised alone, which may
+differ by a token where it meets the template's own text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from PIL import Image
+
+from swift_stage2.channel_b.answer_format import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
 
@@ -84,3 +97,244 @@ def check_samples(
             f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + "
             f"max_new_tokens {config.rollout.decoding.max_new_tokens}; write packing_length: {needed} or more"
         )
+
+
+_NUM_PROMPTS = 256  # distinct ones that are encoded by the template itself
+
+Sizes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRows:
+    """The rows of a data set, as the settings were checked on them."""
+
+    samples: list[Sample]
+    task: Task
+    """It has learned how the answers are written."""
+    origins: RowOrigins
+    """Of the validation set, too: a row that a report or a log names is looked up in both."""
+    lengths: RowLengths
+    """Of the rows that were to be measured."""
+
+
+def check_rows(
+    config: Stage2Config,
+    rows: Rows,
+    usable: Sequence[int],
+    encoder: Encoder,
+    task: Task,
+    seed: int,
+    *,
+    measured: Iterable[int],
+    count: int = _NUM_SAMPLES_WANTED,
+) -> CheckedRows:
+    """Everything that the real template tells of the rows without the model, as a start and the doctor ask it.
+
+    Raises:
+        DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+    """
+    origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
+    samples = usable_samples(rows, seed, encoder, task, count, usable, origins)
+    check_samples(config, encoder, task, samples, origins)
+    task = task.learn(rows, samples[0], encoder)
+    return CheckedRows(
+        samples, task, origins, measure_lengths(config, rows, measured, encoder, task, origins)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Rows that are longer than a limit. ``longest`` of all rows measured, and where it stands."""
+
+    limit: int
+    num_rows: int
+    longest: int
+    place: str
+
+    def merged(self, other: Excess) -> Excess:
+        """Of both parts of the rows."""
+        larger = max((self, other), key=lambda part: part.longest)
+        return Excess(self.limit, self.num_rows + other.num_rows, larger.longest, larger.place)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLengths:
+    """``segments``: prompt and true answer against packing_length; ``answers``: the latter against max_new_tokens."""
+
+    num_rows: int
+    segments: Excess
+    answers: Excess
+
+    def merged(self, other: RowLengths) -> RowLengths:
+        """Of both parts of the rows."""
+        return RowLengths(
+            self.num_rows + other.num_rows,
+            self.segments.merged(other.segments),
+            self.answers.merged(other.answers),
+        )
+
+    @property
+    def troubles(self) -> list[tuple[str, str]]:
+        """What does not fit, each with what to write."""
+        found = []
+        if (segments := self.segments).num_rows:
+            found.append(
+                (
+                    f"{segments.num_rows:,} of {self.num_rows:,} rows can never be trained on channel B: prompt and "
+                    f"true answer are longer than packing_length {segments.limit}, the longest {segments.longest} "
+                    f"tokens ({segments.place})",
+                    f"write stage2_ab.channel_b.packing.packing_length: {segments.longest} or more, or split the rows",
+                )
+            )
+        if (answers := self.answers).num_rows:
+            found.append(
+                (
+                    f"{answers.num_rows:,} of {self.num_rows:,} rows have a true answer longer than max_new_tokens "
+                    f"{answers.limit}, so that no rollout can say all of it, the longest {answers.longest} tokens "
+                    f"({answers.place})",
+                    f"write rollout.decoding.max_new_tokens: {answers.longest} or more",
+                )
+            )
+        return found
+
+    def to_note(self) -> str:
+        """For another rank."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_note(cls, note: str) -> RowLengths:
+        """The reverse of ``to_note``."""
+        data = json.loads(note)
+        return cls(data["num_rows"], Excess(**data["segments"]), Excess(**data["answers"]))
+
+
+def measure_lengths(
+    config: Stage2Config,
+    rows: Rows,
+    numbers: Iterable[int],
+    encoder: Encoder,
+    task: Task,
+    origins: RowOrigins,
+) -> RowLengths:
+    """Of the rows with these ``numbers``. A row that cannot be read is left out: it is told of elsewhere."""
+    ruler = _Ruler(encoder, task)
+    num_rows = 0
+    limits = (
+        config.stage2_ab.channel_b.packing.packing_length,
+        config.rollout.decoding.max_new_tokens,
+    )
+    num_over, longest, longest_number = [0, 0], [0, 0], [-1, -1]
+    for number in numbers:
+        try:
+            prompt, answer = ruler.measure(rows[number])
+        except SampleError:
+            continue
+        num_rows += 1
+        for which, length in enumerate((prompt + answer, answer)):
+            num_over[which] += length > limits[which]
+            if length > longest[which]:
+                longest[which], longest_number[which] = length, number
+    places = [str(origins.find(rows[number])) if number >= 0 else "" for number in longest_number]
+    segments, answers = (Excess(limits[i], num_over[i], longest[i], places[i]) for i in (0, 1))
+    return RowLengths(num_rows, segments, answers)
+
+
+class _Ruler:
+    """Remembers what each prompt and each image size costs."""
+
+    def __init__(self, encoder: Encoder, task: Task) -> None:
+        self._encoder = encoder
+        self._task = task
+        self._of_sizes: dict[Sizes, tuple[int, tuple[int, int] | None]] = {}
+        self._of_prompt: dict[str, int] = {}
+        self._first: tuple[Mapping[str, Any], Sizes, int, int] | None = (
+            None  # its row, sizes, tokens, text tokens
+        )
+
+    def measure(self, row: Mapping[str, Any]) -> tuple[int, int]:
+        """Tokens of the prompt, and of the true answer with the end of its turn.
+
+        Raises:
+            SampleError: the row cannot be used.
+        """
+        messages = row.get("messages")
+        if (
+            not isinstance(messages, list)
+            or len(messages) < 2
+            or not all(isinstance(turn, Mapping) for turn in messages)
+        ):
+            raise SampleError("a row needs messages=[{'role': ..., 'content': ...}, ...]")
+        sizes = _sizes(row)
+        num_prompt, space = self._prompt(row, sizes)
+        self._task.read_truth(row)
+        objects = row.get("objects") or {}
+        labels = [label.strip() for label in objects.get("ref") or []]
+        scaled = [_scaled(box, objects, sizes, space) for box in objects.get("bbox") or []]
+        text = fill_placeholders(str(messages[-1].get("content")), list(zip(labels, scaled, strict=False)))
+        answer, _ = self._encoder.tokenise(text)
+        return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
+
+    def _prompt(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
+        text = _prompt_text(row)
+        if self._first is None:
+            num_tokens, space = self._encode(row, sizes)
+            self._of_sizes[sizes], self._of_prompt[text] = (num_tokens, space), 0
+            self._first = (row, sizes, num_tokens, self._text_tokens(text))
+        first_row, first_sizes, first_tokens, first_text_tokens = self._first
+        if sizes not in self._of_sizes:
+            if len(sizes) == len(first_sizes):
+                self._of_sizes[sizes] = self._encode(first_row, sizes)
+            else:  # another number of tags in the prompt
+                return self._encode(row, sizes)
+        num_tokens, space = self._of_sizes[sizes]
+        more = self._of_prompt.get(text)
+        if more is None:
+            if len(self._of_prompt) < _NUM_PROMPTS and len(sizes) == len(first_sizes):
+                more = self._of_prompt[text] = self._encode(row, first_sizes)[0] - first_tokens
+            else:
+                more = self._text_tokens(text) - first_text_tokens
+        return num_tokens + more, space
+
+    def _encode(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
+        """The prompt of ``row`` with blank images of these sizes."""
+        blank = {**row, "images": [Image.new("RGB", size) for size in sizes], "objects": None}
+        sample = Sample(SampleKey(0, 0, 0), blank)
+        encoded = self._encoder.encode_prompt(sample)
+        return len(encoded.token_ids), encoded.space
+
+    def _text_tokens(self, text: str) -> int:
+        return len(self._encoder.tokenise(text)[0])
+
+
+def _prompt_text(row: Mapping[str, Any]) -> str:
+    return "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
+
+
+def _sizes(row: Mapping[str, Any]) -> Sizes:
+    images = row.get("images") or []
+    return tuple(_size(image) for image in (images if isinstance(images, Sequence) else [images]))
+
+
+def _size(image: Any) -> tuple[int, int]:
+    try:
+        if isinstance(image, Image.Image):
+            return image.size
+        content = image.get("bytes") if isinstance(image, Mapping) else None
+        picture = look_at(content or str(path_of(image)))
+    except UNREADABLE as error:
+        raise SampleError(f"an image must be a readable picture: {error}") from error
+    return picture.width, picture.height
+
+
+def _scaled(
+    box: Sequence[float], objects: Mapping[str, Any], sizes: Sizes, space: tuple[int, int] | None
+) -> list[int]:
+    """In the template's space, to a rounding: only the number of digits counts here."""
+    if space is None or not sizes:
+        width = height = wide = high = 1
+    else:
+        (width, height), (wide, high) = sizes[0], space
+        if objects.get("bbox_type") == "norm1":
+            width = height = 1
+    scales = (wide / width, high / height)
+    return [round(value * scales[index % 2]) for index, value in enumerate(box)]

@@ -19,7 +19,7 @@ from typing import Any
 from swift_stage2.compat import declare_operators
 from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names
-from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.nearest_word import closest
 
 declare_operators()  # before ms-swift imports torchvision
@@ -29,7 +29,6 @@ from swift.utils import parse_args  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-_USER_MISTAKE = 2
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
 
@@ -108,7 +107,7 @@ def main(config_path: str) -> int:
         check_arguments(load_config(config_path))
     except UserError as error:
         print(f"{config_path}: {error}", flush=True)
-        return _USER_MISTAKE
+        return EXIT_USER_MISTAKE
     return 0
 
 

@@ -202,6 +202,14 @@ def request_config(
     }
 
 
+def one_token_request() -> dict[str, Any]:
+    """An ``/infer/`` body that asks for one greedy token: whether the server answers, and with which model."""
+    config = request_config(
+        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+    )
+    return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
+
+
 _MAY_ABORT = "may_abort"
 
 

@@ -24,7 +24,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.demo.demo_config import held_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.launch.shared_memory import mapped_by
+from swift_stage2.launch.warden import mapped_by
 
 
 def test_every_row_has_its_turn() -> None:

@@ -243,7 +243,7 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sampl
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.preflight.packing_isolation import empty_rollout
-from swift_stage2.preflight.preprocessing import check_preprocessing
+from swift_stage2.preflight.channel_b_parts import check_preprocessing
 from swift_stage2.telemetry.trace import Trace
 
 encoder = make_encoder()

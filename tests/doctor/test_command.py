@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_run import Report
 from live_server import free_port
 
 from swift_stage2.config import load_config
-from swift_stage2.doctor import command, configuration, data
+from swift_stage2.doctor import command, data
 from swift_stage2.errors import ConfigError
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 
@@ -156,7 +157,7 @@ def test_devices_that_this_machine_lacks_fail(configure: Configure, doctor: Doct
 def test_devices_of_servers_on_other_hosts_are_not_looked_for_here(
     configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     learner = {"devices": [0, 1], "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29400"}
     launch = {"servers": [{"engine": "swift", "devices": [7]}, {"engine": "vllm"}], "learner": learner}
@@ -225,7 +226,7 @@ def test_who_would_leave_the_gpus_here_unused_is_told(
     use_cpu: bool,
     fix: str | None,
 ) -> None:
-    monkeypatch.setattr(configuration, "_num_devices", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     report = doctor(
         configure(
             DEAD,
@@ -318,6 +319,16 @@ def test_the_rows_and_steps_of_evaluations_are_told(
     assert report.row("data sets")["found"].startswith(
         f"{rows_file}; for validation {rows_file}: all 24 rows"
     )
+
+
+@pytest.mark.parametrize("engine", ["swift", "vllm"])
+def test_a_servers_context_must_hold_the_longest_prompt_and_its_answer(
+    configure: Configure, doctor: Doctor, engine: str
+) -> None:
+    launch = {"servers": [{"engine": engine, "args": {"vllm_max_model_len": 64}}]}
+    row = doctor(configure(DEAD, launch=launch)).row("packing_length")
+    assert row["verdict"] == "warning", row
+    assert "launch.servers[0].args.vllm_max_model_len 64 < prompt " in row["found"]
 
 
 @pytest.mark.parametrize(("max_steps", "times"), [(12, 1), (11, 0), (22, 2), (21, 1), (1, 0), (-1, None)])

@@ -16,12 +16,12 @@ from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.doctor.examination import Outcome, Verdict
 from swift_stage2.doctor.server_identity import (
     Fingerprint,
-    ServerIdentity,
     check_identity,
     check_model,
     check_same_files,
     compare_manifests,
     compare_names,
+    is_unproven,
 )
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo, TensorSpec
@@ -54,8 +54,8 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 @pytest.fixture
-def identify(server: FakeRolloutServer) -> Callable[[], Outcome[ServerIdentity]]:
-    def ask() -> Outcome[ServerIdentity]:
+def identify(server: FakeRolloutServer) -> Callable[[], Outcome[ServerInfo]]:
+    def ask() -> Outcome[ServerInfo]:
         rollout = RolloutConfig(servers=(ServerConfig(base_url=server.url),), request_timeout_s=5.0)
         with ServerSession(server.url, rollout.api_key()) as session:
             return check_identity(session, rollout, KEY)
@@ -64,7 +64,7 @@ def identify(server: FakeRolloutServer) -> Callable[[], Outcome[ServerIdentity]]
 
 
 def test_a_stock_server_is_known_by_what_it_lacks_and_has(
-    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerIdentity]]
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]]
 ) -> None:
     server.on_get = stock
     outcome = identify()
@@ -73,7 +73,7 @@ def test_a_stock_server_is_known_by_what_it_lacks_and_has(
 
 
 def test_a_merger_is_told_with_the_server_behind_it(
-    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerIdentity]]
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]]
 ) -> None:
     server.on_get = merged
     outcome = identify()
@@ -84,7 +84,7 @@ def test_a_merger_is_told_with_the_server_behind_it(
 
 
 def test_our_server_says_what_it_is(
-    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerIdentity]]
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]]
 ) -> None:
     info = ServerInfo(
         False,
@@ -134,7 +134,7 @@ def test_our_server_says_what_it_is(
 )
 def test_what_is_no_usable_server_fails_with_its_fix(
     server: FakeRolloutServer,
-    identify: Callable[[], Outcome[ServerIdentity]],
+    identify: Callable[[], Outcome[ServerInfo]],
     behaviour: Behaviour,
     found: str,
     fix: str,
@@ -152,7 +152,7 @@ def test_what_is_no_usable_server_fails_with_its_fix(
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_refused_key_is_told_without_the_key(
     server: FakeRolloutServer,
-    identify: Callable[[], Outcome[ServerIdentity]],
+    identify: Callable[[], Outcome[ServerInfo]],
     monkeypatch: pytest.MonkeyPatch,
     key: str | None,
     told: str,
@@ -168,22 +168,22 @@ def test_a_refused_key_is_told_without_the_key(
 
 
 def test_an_unproven_server_is_a_warning(
-    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerIdentity]]
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]]
 ) -> None:
     server.on_get = answers({"incarnation": "i", "state": "unproven"})
     outcome = identify()
     assert outcome.verdict is Verdict.WARNING
     assert outcome.value is not None
-    assert outcome.value.is_unproven
+    assert is_unproven(outcome.value)
 
 
 # --- the model served --------------------------------------------------------------------------------
 
 
-def ask_model(server: FakeRolloutServer, expected: str) -> Outcome[ServerIdentity]:
+def ask_model(server: FakeRolloutServer, expected: str) -> Outcome[ServerInfo]:
     rollout = RolloutConfig(servers=(ServerConfig(base_url=server.url),), request_timeout_s=5.0)
     with ServerSession(server.url) as session:
-        return check_model(session, ServerIdentity(ServerInfo(stock=True)), rollout, expected, KEY)
+        return check_model(session, ServerInfo(stock=True), rollout, expected, KEY)
 
 
 def named(model: str) -> Behaviour:

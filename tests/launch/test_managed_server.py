@@ -1,15 +1,22 @@
-"""When a server may start, with real ports and a job that only listens, and whether it is started again."""
+"""A server may start, with real ports and a job that only listens; it answers, and is or is not started again."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from closed_connection import leave_closed_connection
+from fake_rollout_server import FakeRolloutServer, error
 
 from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
-from swift_stage2.launch.managed_server import ManagedServer, RestartBudget
+from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, RestartBudget
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.launch.process_tree import Command
+from swift_stage2.servers import protocol as rollout_protocol
 
 
 class ListeningJob:
@@ -66,3 +73,38 @@ def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
     budget = RestartBudget(RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0))
     assert [budget.next_delay_s(status) for _ in range(5)] == [2.0, 4.0, 8.0, None, None]
     assert budget.describe() == "restart 3 of 3"
+
+
+DEADLINE_S = 20.0
+
+
+@contextmanager
+def probing(url: str) -> Iterator[ReadinessProbe]:
+    probe = ReadinessProbe("server0", url, None, 3600.0)
+    try:
+        yield probe
+    finally:
+        probe.close()
+
+
+def wait_for_refusal(probe: ReadinessProbe) -> str:
+    end = time.monotonic() + DEADLINE_S
+    while probe.refusal is None:
+        assert time.monotonic() < end, probe.last_error
+        threading.Event().wait(0.02)
+    return probe.refusal
+
+
+def test_a_wrong_key_is_a_refusal() -> None:
+    with FakeRolloutServer(on_infer=lambda call: error(401, "no")) as server, probing(server.url) as probe:
+        assert "status 401" in wait_for_refusal(probe)
+        assert not probe.answered
+
+
+def test_a_fault_of_the_probe_itself_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(reply: object, num_requests: int) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(rollout_protocol, "parse_infer_reply", explode)
+    with FakeRolloutServer() as server, probing(server.url) as probe:
+        assert wait_for_refusal(probe) == "the probe itself failed: RuntimeError: a bug"

@@ -87,7 +87,7 @@ def test_a_device_may_be_named(visible: str | None) -> None:
         ("4,5,-1,6", 2, r"4,5,-1,6, 2 device\(s\)"),
         ("", 2, r"got 2 and CUDA_VISIBLE_DEVICES=, 0 device\(s\)"),
         ("4,5,6", "GPU-c", "got GPU-c and CUDA_VISIBLE_DEVICES=4,5,6"),
-        ("4,GPU-c", "GPU-c", "devices of their own, got GPU-c for both learner and server0"),
+        ("4,GPU-c", "GPU-c", "devices of their own, got device GPU-c for both learner and server0"),
     ],
 )  # fmt: skip
 def test_a_device_that_launch_cannot_give_is_refused(visible: str, device: int | str, message: str) -> None:

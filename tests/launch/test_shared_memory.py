@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.launch.shared_memory import Abandoned, SharedMemoryWatch, mapped_by
+from swift_stage2.launch.warden import Abandoned, SharedMemoryWatch, mapped_by
 
 _DEADLINE_S = 60.0
 _SHM = Path("/dev/shm")

@@ -12,7 +12,7 @@ import pytest
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, DatasetError, UserError
-from swift_stage2.preflight.checks import CHECKS, Known, due_checks, run_checks
+from swift_stage2.preflight.checks import CHECKS, Found, Known, due_checks, run_checks
 
 
 def config(**swift: Any) -> Stage2Config:
@@ -41,6 +41,36 @@ def test_the_first_error_ends_the_list() -> None:
         run_checks(wrong, Known(files=True, rows=True))
     with pytest.raises(DatasetError, match=r"swift\.dataset must name files"):
         run_checks(wrong, Known(rows=True))
+
+
+def served(url: str) -> Stage2Config:
+    data = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}, "rollout": {"servers": [{"base_url": url}]}}
+    return bind(Stage2Config, data)
+
+
+def key_of(run: Stage2Config) -> Found | None:
+    (check,) = (check for check in CHECKS if check.name == "API key")
+    return check.find(run, Known(addresses=True))
+
+
+def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = served("http://127.0.0.1:8000")
+    assert key_of(run) == Found("SWIFT_ROLLOUT_API_KEY is not set: right for servers without a key")
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "s3cret")
+    assert key_of(run) == Found("SWIFT_ROLLOUT_API_KEY is set; it is sent to every server")
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "with blank")
+    with pytest.raises(ConfigError, match=r"; set SWIFT_ROLLOUT_API_KEY to printable ASCII .*") as refused:
+        run_checks(run, Known(addresses=True))
+    assert "with blank" not in str(refused.value)
+
+
+def test_no_key_for_a_server_that_others_reach_is_told() -> None:
+    told: list[str] = []
+    run_checks(served("http://10.0.0.7:8000"), Known(addresses=True), told.append)
+    assert "servers[0].base_url listens on 10.0.0.7 without a key: whoever reaches it" in told[0]
+    found = key_of(served("http://10.0.0.7:8000"))
+    assert found
+    assert found.remedy == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
 
 
 def test_half_a_rank_environment_is_refused() -> None:

@@ -12,8 +12,8 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
 
 from swift_stage2.channel_b.preprocessing import Prepared, Refusal, ThreadPreprocessor
 from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.preflight.channel_b_parts import check_preprocessing
 from swift_stage2.preflight.packing_isolation import empty_rollout
-from swift_stage2.preflight.preprocessing import check_preprocessing
 from swift_stage2.records import Pack, Rollout, Segment
 
 ROW: dict[str, Any] = {

@@ -19,7 +19,7 @@ from stopped_process import stop_process
 from torchrun_job import free_port
 
 from swift_stage2 import demo
-from swift_stage2.launch.shared_memory import SharedMemoryWatch
+from swift_stage2.launch.warden import SharedMemoryWatch
 
 MODEL = Path(demo.__file__).parent / "stage1"
 TEMPLATE = Path(demo.__file__).parent / "tiny_template.py"

@@ -15,7 +15,7 @@ from real_model import make_encoder, make_template, sample_of
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.row_origins import RowOrigins
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.preflight.row_lengths import Excess, RowLengths, measure_lengths
+from swift_stage2.preflight.samples import Excess, RowLengths, measure_lengths
 
 OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
 

@@ -1,4 +1,4 @@
-"""Hosts, proxies, keys and ports: what is told, and that no secret is."""
+"""Hosts, proxies and ports: what is told, and that no secret is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from live_server import free_port
 
-from swift_stage2.config import RolloutConfig, ServerConfig
-from swift_stage2.doctor import address
+from swift_stage2.config import ServerConfig
+from swift_stage2.doctor import configuration
 from swift_stage2.doctor.examination import Verdict
 from swift_stage2.errors import ConfigError
 
@@ -33,7 +33,7 @@ def test_a_name_that_nobody_knows_fails_with_the_key_to_correct(monkeypatch: pyt
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    outcome = address.check_host(at(8000, "no.such.host"))
+    outcome = configuration.check_host(at(8000, "no.such.host"))
     assert outcome.verdict is Verdict.FAILED
     assert "Name or service not known" in outcome.found
     assert "base_url http://no.such.host:8000" in outcome.fix
@@ -49,9 +49,9 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    monkeypatch.setattr(address, "_RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(configuration, "_RESOLVE_TIMEOUT_S", 0.05)
     try:
-        outcome = address.check_host(at(8000, "slow.host"))
+        outcome = configuration.check_host(at(8000, "slow.host"))
     finally:
         released.set()
     assert outcome.verdict is Verdict.FAILED
@@ -60,7 +60,7 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_proxy_is_named_as_ignored_and_its_password_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://user:pa55@proxy:3128")
-    outcome = address.check_host(at(8000))
+    outcome = configuration.check_host(at(8000))
     assert outcome.verdict is Verdict.OK
     assert "http_proxy would catch it and is ignored" in outcome.found
     assert "pa55" not in outcome.found
@@ -70,43 +70,22 @@ def test_a_proxy_is_named_as_ignored_and_its_password_is_not_told(monkeypatch: p
 def test_a_proxy_that_no_proxy_keeps_away_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert "http_proxy" not in address.check_host(at(8000)).found
-
-
-def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = RolloutConfig(servers=(at(8000),))
-    assert "not set: right for servers without a key" in address.check_api_key(rollout).found
-    monkeypatch.setenv(rollout.api_key_env, "s3cret")
-    outcome = address.check_api_key(rollout)
-    assert outcome.verdict is Verdict.OK
-    assert "is set" in outcome.found
-    assert "s3cret" not in outcome.found + outcome.fix
-    monkeypatch.setenv(rollout.api_key_env, "with blank")
-    outcome = address.check_api_key(rollout)
-    assert outcome.verdict is Verdict.FAILED
-    assert outcome.fix == f"set {rollout.api_key_env} to printable ASCII without spaces"
-    assert "with blank" not in outcome.found
-
-
-def test_no_key_for_a_server_elsewhere_is_a_warning() -> None:
-    outcome = address.check_api_key(RolloutConfig(servers=(at(8000, "10.0.0.7"),)))
-    assert outcome.verdict is Verdict.WARNING
-    assert outcome.fix == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
+    assert "http_proxy" not in configuration.check_host(at(8000)).found
 
 
 def test_the_port_that_weights_travel_over_must_be_free(busy_port: int) -> None:
     with pytest.raises(ConfigError, match=r"change rollout\.servers\[0\]\.group_port"):
-        address.check_group_port_free(at(free_port(), group_port=busy_port), "127.0.0.1", KEY)
+        configuration.check_group_port_free(at(free_port(), group_port=busy_port), "127.0.0.1", KEY)
 
 
 def test_a_group_port_elsewhere_is_left_to_the_dry_round() -> None:
-    assert "dry round" in address.check_group_port_free(at(8000, "10.0.0.7"), "10.0.0.7", KEY).found
+    assert "dry round" in configuration.check_group_port_free(at(8000, "10.0.0.7"), "10.0.0.7", KEY).found
 
 
 def test_a_port_where_nobody_listens_fails_with_what_to_start(busy_port: int) -> None:
-    reachable = address.check_reachable(at(busy_port), "127.0.0.1", KEY, must_answer=True)
+    reachable = configuration.check_reachable(at(busy_port), "127.0.0.1", KEY, must_answer=True)
     assert f"port {busy_port} is open" in reachable.found
-    outcome = address.check_reachable(at(free_port()), "127.0.0.1", KEY, must_answer=True)
+    outcome = configuration.check_reachable(at(free_port()), "127.0.0.1", KEY, must_answer=True)
     assert outcome.verdict is Verdict.FAILED
     assert "start the server there" in outcome.fix
     assert "rollout.servers[0].base_url" in outcome.fix

@@ -1,0 +1,218 @@
+"""Rollout servers before a run: addresses that lead there, ports that are free, and the wait until all have answered.
+
+A stock server would silently take the next free port, and an old server that still holds one would answer in its place.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from swift_stage2.config import OnPending, ServerConfig, Stage2Config
+from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
+from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size, is_foreign
+
+if TYPE_CHECKING:
+    from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
+
+
+def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> list[int]:
+    """Checks the HTTP and weight-group ports of the servers of ``launch.servers`` with these numbers; returns them.
+
+    Raises:
+        ConfigError: a port is in use, two servers name one, or its host is not this machine; names the port and the
+            key to change.
+    """
+    owners: dict[tuple[str, int], str] = {}
+    for index in indices:
+        server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
+        places = {f"{key}.base_url": refuse_busy(server.host, server.port, f"{key}.base_url")}
+        places[f"{key}.group_port"] = refuse_busy_group_port(server, key)
+        if (upstream_port := config.launch.servers[index].upstream_port) is not None:
+            name = f"launch.servers[{index}].upstream_port"
+            places[name] = refuse_busy(server.host, upstream_port, name)
+        for name, place in places.items():
+            if (owner := owners.setdefault(place, name)) != name:
+                raise ConfigError(
+                    f"every server needs ports of its own, got port {place[1]} of {place[0]}, however it is named, for "
+                    f"both {owner} and {name}; give one of them another port"
+                )
+    return [port for _, port in owners]
+
+
+def refuse_busy_group_port(server: ServerConfig, key: str) -> tuple[str, int]:
+    """Checks ``group_port`` where the server will listen, and ``group_bind``. Returns and raises as ``refuse_busy``."""
+    if server.group_bind and not is_here(server.group_bind):
+        raise ConfigError(
+            f"{key}.group_bind must be an address of the server's host, not an interface, got "
+            f"group_bind={server.group_bind!r}; write one that `ip address` shows there, or 0.0.0.0"
+        )
+    return refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
+
+
+def refuse_lone_addresses(config: Stage2Config) -> None:
+    """Checks that a learner of several hosts can reach its servers.
+
+    Raises:
+        ConfigError: a ``base_url`` means each host itself, or weights go to where ``group_bind`` does not listen.
+    """
+    nnodes = config.launch.learner.nnodes
+    for index, server in enumerate(config.rollout.servers if nnodes > 1 else ()):
+        key, host, bind = f"rollout.servers[{index}]", server.host, server.group_bind
+        address = _lone_address(host)
+        # A server that launch does not start may listen on more than its name means here.
+        if address and (config.launch.servers or host in (address, "localhost")):
+            raise ConfigError(
+                f"{key}.base_url must lead every host of the learner to the server, got host={host!r}, which is "
+                f"{address} here, and launch.learner.nnodes={nnodes}; write an address of the server's host in the "
+                "network"
+            )
+        asked = server.group_host or host
+        if bind and bind not in ANY_ADDRESS and _lone_address(bind) and not _lone_address(asked):
+            raise ConfigError(
+                f"{key}.group_bind must be the address that the learner sends weights to, got group_bind={bind!r} and "
+                f"host {asked!r}; write an address of the server's host in the network, or 0.0.0.0"
+            )
+
+
+def refuse_deaf_endpoint(endpoint: str) -> None:
+    """Checks ``launch.learner.rdzv_endpoint``, which torchrun would wait for without a word.
+
+    Raises:
+        ConfigError: its host has no address here, or it is this machine's and its port is in use.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host, key = host.strip("[]"), "launch.learner.rdzv_endpoint"
+    try:
+        socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(
+            f"{key} must have a name that this machine can resolve, got host={host!r} ({exc}); correct it, or write an "
+            "address"
+        ) from exc
+    if is_here(host):
+        refuse_busy(host, int(port), key)
+
+
+def warn_of_open_servers(config: Stage2Config) -> list[str]:
+    """A warning for each server that others in the network reach and can use, because there is no key."""
+    return [
+        f"rollout.servers[{index}].base_url listens on {server.host} without a key: whoever reaches it can replace the "
+        "weights; set the variable that rollout.api_key_env names for the server and for the learner"
+        for index, server in enumerate(config.rollout.servers)
+        if config.rollout.api_key() is None and _lone_address(server.host) in ("", *ANY_ADDRESS)
+    ]
+
+
+def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[str]:
+    """A warning for each server here whose name means this machine alone, as a fresh Debian's own does."""
+    hosts = {index: config.rollout.servers[index].host for index in indices}
+    return [
+        f"rollout.servers[{index}].base_url has host={host!r}, which is {address} on this machine, so that no other "
+        "reaches the server; write its address in the network, or correct /etc/hosts"
+        for index, host in hosts.items()
+        if (address := _lone_address(host)) not in ("", host) and host != "localhost"
+    ]
+
+
+def _lone_address(host: str) -> str:
+    """What ``host`` is where that means every machine itself, loopback or a wildcard; else, or if unknown, nothing."""
+    try:
+        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
+    except OSError:
+        return ""
+    is_lone = ipaddress.ip_address(address).is_loopback or address in ANY_ADDRESS
+    return address if is_lone else ""
+
+
+_POLL_S = 0.5
+_WAIT_SLICE_S = 10.0
+
+
+def wait_for_servers(
+    config: Stage2Config, control: ControlGroup, warn: Callable[[str], None] = lambda message: None
+) -> set[str]:
+    """Returns once every server answers and can be given weights: the base URLs of those that are ours.
+
+    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it.
+
+    Raises:
+        ConfigError: a server cannot be given weights from here; on every rank.
+        ServerUnavailable: one did not answer within ``rollout.start_timeout_s``; on every rank.
+    """
+    start_timeout_s = config.rollout.start_timeout_s
+    end = time.monotonic() + start_timeout_s
+    waiting = [server.base_url for server in config.rollout.servers]
+    ours: set[str] = set()
+    while waiting:
+        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
+        told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
+        if told["refused"]:
+            raise ConfigError(told["refused"])
+        if told["missing"]:
+            raise ServerUnavailable(
+                f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
+                f"got no answer: {told['missing']}; start it, or correct rollout.servers"
+            )
+        if told["answers"]:
+            base_url = waiting.pop(0)
+            if told["ours"]:
+                ours.add(base_url.rstrip("/"))
+            wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
+            if wants_abort and not told["can_abort"]:
+                warn(
+                    f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
+                    "rollout.sync.on_pending: abort needs swift-stage2 rollout"
+                )
+    return ours
+
+
+def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
+    """One slice of the wait for one server."""
+    told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
+    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    with ServerSession(base_url, config.rollout.api_key()) as session:
+        while True:
+            deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
+            try:
+                info = session.info(deadline)
+                if info.stock:  # for the whole run, so one odd answer shall not decide it
+                    info = session.info(deadline)
+                if info.stock:
+                    ask_world_size(session, deadline)
+            except ServerFault as fault:
+                if fault.refuses_key:
+                    told["missing"] = str(fault)
+                    return told
+                if time.monotonic() >= slice_ends:  # until then it may be one odd answer
+                    told["missing"] = str(fault) if time.monotonic() >= end else ""
+                    told["refused"] = _foreign(base_url, fault) if is_foreign(fault) else ""
+                    return told
+            else:
+                told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
+                if info.stock and not vllm_is_installed():
+                    told["refused"] = (
+                        f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "
+                        "installed beside the learner, got none; install it, or serve with swift-stage2 rollout"
+                    )
+                return told
+            time.sleep(_POLL_S)
+
+
+def _foreign(base_url: str, fault: ServerFault) -> str:
+    return (
+        f"{base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what listens "
+        "there, or correct rollout.servers"
+    )
+
+
+def vllm_is_installed() -> bool:
+    """Whether this process could join a stock server's group."""
+    return importlib.util.find_spec("vllm") is not None
