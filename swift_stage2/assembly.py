@@ -62,8 +62,8 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.ledger import rows_to_keep
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.trace import align_clocks
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import Canary, WeightSync

@@ -7,11 +7,28 @@ counted and left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+from swift_stage2.records import match_ratios
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Table,
+    filled,
+    grouped,
+    number,
+    series_of,
+)
+from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in the match's space."""
@@ -135,3 +152,113 @@ def _text(value: Any) -> str:
     text = "" if value is None else str(value)
     more = len(text) - _MOST_CHARACTERS
     return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+
+
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_MOST_EVALUATIONS = 12
+
+
+class _Counts(NamedTuple):
+    """One rollout's."""
+
+    num_predictions: int
+    num_ground_truth: int
+    num_pairs: int
+    sum_iou: float
+
+
+_ByVersion = Mapping[int, Sequence[_Counts]]
+
+
+def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
+    """Match quality by version, and of evaluations by step."""
+    by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
+    versions = sorted(by_version)
+    evaluations = run.first.evaluations if run.first else []
+    parts: list[Part] = [
+        _halves(versions, by_version),
+        _chart(
+            "quality",
+            "Match quality of rollouts",
+            "Rollouts against ground truth before correction, by the version of the weights that gave them.",
+            "version",
+            [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
+        ),
+        _evaluations(evaluations),
+        _chart(
+            "evaluations",
+            "Evaluations",
+            "Greedy answers to the validation set, at the step at which each evaluation began.",
+            "step",
+            [(record["begun_step"], record["ratios"]) for record in evaluations],
+        ),
+    ]
+    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def _of_ledger(records: Iterable[Record]) -> _ByVersion:
+    found = defaultdict(list)
+    for record in records:
+        if record["kind"] == Entry.MATCHED:
+            told = record["quality"]
+            found[record["version"]].append(_Counts(*(told[name] for name in _Counts._fields)))
+    return found
+
+
+def _of_matches(matches: Iterable[LoggedMatch]) -> _ByVersion:
+    found = defaultdict(list)
+    for match in matches:
+        if match.purpose != EVALUATION:
+            ious = [iou for _, _, iou in match.pairs]
+            counts = _Counts(len(match.predicted), len(match.truth), len(ious), sum(ious))
+            found[match.version].append(counts)
+    return found
+
+
+def _ratios(versions: Iterable[int], by_version: _ByVersion) -> dict[str, float]:
+    rollouts = chain.from_iterable(by_version[version] for version in versions)
+    sums = [sum(column) for column in zip(*rollouts, strict=True)]
+    return match_ratios(**dict(zip(_Counts._fields, sums, strict=True)))
+
+
+def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
+    """The older half of the versions against the newer one, and all: the trend in numbers."""
+    parts = {"all versions": versions}
+    if len(versions) > 1:
+        middle = len(versions) // 2
+        for half in (versions[:middle], versions[middle:]):
+            parts[f"{half[0]} to {half[-1]}" if len(half) > 1 else str(half[0])] = half
+    rows = []
+    for name, members in parts.items() if versions else ():
+        ratios = _ratios(members, by_version)
+        num_rollouts = sum(len(by_version[version]) for version in members)
+        rows.append((name, *(number(ratios.get(measure)) for measure in _NAMES), number(num_rollouts)))
+    return Table("Rollouts before correction", ("version", *_NAMES.values(), "rollouts"), tuple(rows))
+
+
+def _evaluations(evaluations: Sequence[Record]) -> Table:
+    rows = tuple(
+        (
+            number(record["begun_step"]),
+            number(record["version"]),
+            f"{record['counts']['num_answered']} of {record['counts']['num_wanted']}",
+            *(number(record["ratios"].get(measure)) for measure in _NAMES),
+            str(record["end"]),
+        )
+        for record in evaluations[-_MOST_EVALUATIONS:]
+    )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    return Table(title, ("step", "version", "answered", *_NAMES.values(), "end"), rows)
+
+
+def _chart(
+    key: str, title: str, description: str, x_title: str, points: Sequence[tuple[float, Mapping[str, float]]]
+) -> Chart:
+    by_measure = {
+        name: [(place, values[measure]) for place, values in points if measure in values]
+        for measure, name in _NAMES.items()
+    }
+    series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
+    return Chart(
+        key=key, title=title, description=description, x_title=x_title, y_title="0 to 1", series=series
+    )

@@ -12,10 +12,17 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record
-from swift_stage2.telemetry.ledger import Entry, read_ledgers
+from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import Checkpoint, Witness, effective_histories
-from swift_stage2.telemetry.rank_records import RankRecords, rank_files, read_files, read_ranks
-from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
+from swift_stage2.telemetry.reading import (
+    LEDGER_FORMS,
+    RankRecords,
+    has_form,
+    rank_files,
+    read_files,
+    read_ledgers,
+    read_ranks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.reading import RankRecords
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""

@@ -18,12 +18,12 @@ from typing import Any
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
-from swift_stage2.telemetry.ledger import Ledger, RunRecord, ledger_path, record_path
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord, ledger_path, matches_path, record_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.match_log import MatchLog, matches_path
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
-from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder, StepRecorder, UnusedB
+from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder, StepRecorder
+from swift_stage2.telemetry.summary import UnusedB
 from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.trace import Trace
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from swift_stage2.records import (
     BatchOutcome,
@@ -29,67 +27,9 @@ from swift_stage2.records import (
 )
 from swift_stage2.telemetry.activity import ActivityClock, IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger, RunRecord
-from swift_stage2.telemetry.match_log import MatchLog
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord
 from swift_stage2.telemetry.metrics import PREFIX, Counters
 from swift_stage2.telemetry.trace import Trace
-
-_CAUSES = {
-    "not_enough_packs": "packs were not ready in time",
-    "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
-    "servers_suspect": "no proven server was left",
-    "pipeline_failed": "the pipeline had failed",
-}
-_MOST_CHARACTERS = 600  # of a server's error
-
-
-@dataclass(slots=True, kw_only=True)
-class UnusedB:
-    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
-
-    num_wanted: int = 0
-    num_run: int = 0
-    skips: Counter[str] = field(default_factory=Counter)
-    """Causes of wanted steps that did not run."""
-    num_rounds: int = 0
-    num_proven: int = 0
-    """Sync rounds that proved a server."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Of servers that a round did not prove."""
-
-    def step(self, facts: StepRecord) -> None:
-        """Take in one step."""
-        self.num_wanted += facts.plan.wanted_b
-        self.num_run += facts.plan.channel == "B"
-        if facts.plan.skip_reason is not None:
-            self.skips[facts.plan.skip_reason] += 1
-
-    def round(self, outcome: RoundOutcome) -> None:
-        """Take in a sync round that has ended."""
-        self.num_rounds += 1
-        self.num_proven += bool(outcome.proven)
-        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
-
-    def describe(self) -> str:
-        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
-        if self.num_run:
-            return ""
-        cause = ""
-        if self.num_rounds and not self.num_proven:
-            cause = f"none of {self.num_rounds} sync rounds proved a server"
-            if self.errors:
-                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
-        elif self.skips:
-            reason = _most(self.skips)
-            cause = _CAUSES.get(reason, reason)
-        if self.num_wanted:
-            cause = cause or "no cause is recorded"
-            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
-        return cause
-
-
-def _most(counts: Counter[str]) -> str:
-    return max(counts, key=lambda key: counts[key])
 
 
 class StepRecorder:

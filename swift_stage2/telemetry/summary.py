@@ -9,17 +9,18 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from swift_stage2.errors import UserError
+from swift_stage2.records import RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
-from swift_stage2.telemetry.rank_records import RankRecords, read_ranks
+from swift_stage2.telemetry.reading import RankRecords, read_ranks
 
 _DROPS = (
     "packs_dropped_stale",
@@ -300,3 +301,63 @@ def _pairs(title: str, rows: Mapping[str, str]) -> Table:
 
 def _share(part: float, whole: float) -> str:
     return f" ({part / whole:.0%})" if whole else ""
+
+
+_CAUSES = {
+    "not_enough_packs": "packs were not ready in time",
+    "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
+    "servers_suspect": "no proven server was left",
+    "pipeline_failed": "the pipeline had failed",
+}
+
+
+_MOST_CHARACTERS = 600  # of a server's error
+
+
+@dataclass(slots=True, kw_only=True)
+class UnusedB:
+    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
+
+    num_wanted: int = 0
+    num_run: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    """Causes of wanted steps that did not run."""
+    num_rounds: int = 0
+    num_proven: int = 0
+    """Sync rounds that proved a server."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Of servers that a round did not prove."""
+
+    def step(self, facts: StepRecord) -> None:
+        """Take in one step."""
+        self.num_wanted += facts.plan.wanted_b
+        self.num_run += facts.plan.channel == "B"
+        if facts.plan.skip_reason is not None:
+            self.skips[facts.plan.skip_reason] += 1
+
+    def round(self, outcome: RoundOutcome) -> None:
+        """Take in a sync round that has ended."""
+        self.num_rounds += 1
+        self.num_proven += bool(outcome.proven)
+        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
+
+    def describe(self) -> str:
+        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
+        if self.num_run:
+            return ""
+        cause = ""
+        if self.num_rounds and not self.num_proven:
+            cause = f"none of {self.num_rounds} sync rounds proved a server"
+            if self.errors:
+                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
+        elif self.skips:
+            reason = _most(self.skips)
+            cause = _CAUSES.get(reason, reason)
+        if self.num_wanted:
+            cause = cause or "no cause is recorded"
+            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
+        return cause
+
+
+def _most(counts: Counter[str]) -> str:
+    return max(counts, key=lambda key: counts[key])
