@@ -324,7 +324,7 @@ def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from swift_stage2.records import MatchQuality, SampleKey, Segment\n"
-        "from swift_stage2.telemetry import Telemetry\n"
+        "from swift_stage2.telemetry.facade import Telemetry\n"
         f"telemetry = Telemetry(Path({str(tmp_path / 'run')!r}), 0, 1, tensorboard=False, queue_limit=4)\n"
         "for said in (0, 2):\n"
         "    quality = MatchQuality(said, 3, 0, 0.0, 0, 0)\n"
