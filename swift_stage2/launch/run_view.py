@@ -16,7 +16,8 @@ from types import TracebackType
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.live_state import LiveState, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line
-from swift_stage2.telemetry.reading import AUDIT_FORMS, has_form, record_of
+from swift_stage2.telemetry.reading import record_of
+from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
 
 _LINE_EVERY_STEPS = 10
 _LINE_EVERY_S = 60.0

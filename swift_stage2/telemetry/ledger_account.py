@@ -10,115 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain, pairwise
 from typing import Any
 
 from swift_stage2.telemetry.audit import GAP, Record
 from swift_stage2.telemetry.ledger import Entry
-
-Process = Sequence[Record]
-"""What one process wrote; the first record is its ``start``, unless the ledger begins without one."""
-
-
-def split_by_process(records: Sequence[Record]) -> list[Process]:
-    """The processes of a ledger, oldest first."""
-    begins = [index for index, record in enumerate(records) if record["kind"] == Entry.START]
-    bounds = [0, *(index for index in begins if index), len(records)]
-    return [records[begin:end] for begin, end in pairwise(bounds) if records[begin:end]]
-
-
-def run_of(process: Process) -> str | None:
-    """The id that the run's ranks agreed on; None for a process without a ``start``."""
-    return process[0].get("run_id")
-
-
-def effective_history(processes: Sequence[Process]) -> list[Process]:
-    """What counts of each process's records, oldest first: those on the way to where the last process stands.
-
-    Each process's records begin with its ``start``. Without the checkpoint that it names, nothing before counts.
-    """
-    history: list[Process] = []
-    number, end = len(processes) - 1, None
-    while number >= 0:
-        part = processes[number][:end]
-        history.append(part)
-        save_id = part[0].get("save_id") if part else None
-        found = _find_checkpoint(processes[:number], save_id) if save_id else None
-        number, end = found or (-1, None)
-    return history[::-1]
-
-
-def _find_checkpoint(processes: Sequence[Process], save_id: str) -> tuple[int, int] | None:
-    """(process, number of its records up to and with the checkpoint)."""
-    for number in reversed(range(len(processes))):
-        for index, record in enumerate(processes[number]):
-            if record["kind"] == Entry.CHECKPOINT and record["save_id"] == save_id:
-                return number, index + 1
-    return None
-
-
-_MOST_STEPS_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What one rank's file in a checkpoint says of its samples."""
-
-    name: str
-    step: int
-    save_id: str
-    state: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Witness:
-    """What else is known of one rank."""
-
-    packs: set[tuple[int, str]] = field(default_factory=set)
-    """(step, pack) that the audit tells of; a step's ledger record is written before its audit record."""
-    ended_run: str | None = None
-    """The id of the last process, if its audit tells an orderly end, which its ledger tells before."""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Those on disk; the ledger's record of one is there before it."""
-
-
-def doubts_of(
-    rank: int, witness: Witness, history: Sequence[Process], ledger: Sequence[Record]
-) -> Iterator[str]:
-    """What is missing in a rank's ``ledger``, of which ``history`` counts."""
-    records = list(chain.from_iterable(history))
-    trained = {(record["step"], record["pack_id"]) for record in records if record["kind"] == Entry.TRAINED}
-    if missing := sorted(witness.packs - trained):
-        steps = sorted({step for step, _ in missing})
-        yield (
-            f"rank {rank}: the audit tells of {len(witness.packs)} packs of channel B that steps trained, the ledger "
-            f"lacks {len(missing)} of them, of {_named(steps)}"
-        )
-    if history and witness.ended_run is not None and run_of(history[-1]) == witness.ended_run:
-        is_numbered = history[-1][0].get("sequence") is not None  # earlier releases told no end
-        if is_numbered and history[-1][-1]["kind"] != Entry.END:
-            yield f"rank {rank}: the audit tells that the run ended in order, the ledger ends before that"
-    yield from _checkpoints(rank, witness.checkpoints, records, ledger)
-
-
-def _checkpoints(
-    rank: int, checkpoints: Sequence[Checkpoint], records: Sequence[Record], ledger: Sequence[Record]
-) -> Iterator[str]:
-    first_step = min((record["step"] for record in ledger if record["kind"] == Entry.START), default=0)
-    counted = {record["save_id"]: record for record in records if record["kind"] == Entry.CHECKPOINT}
-    told = {record.get("save_id") for record in ledger if record["kind"] in (Entry.START, Entry.CHECKPOINT)}
-    for checkpoint in checkpoints:
-        record = counted.get(checkpoint.save_id)
-        if record is None and checkpoint.save_id not in told and checkpoint.step > first_step:
-            yield f"rank {rank}: {checkpoint.name} is of a save that the ledger does not tell of"
-        elif record is not None and record["state"] != checkpoint.state:
-            yield f"rank {rank}: {checkpoint.name} holds other samples in hand than the ledger tells"
-
-
-def _named(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:_MOST_STEPS_SHOWN]))
-    more = len(steps) - _MOST_STEPS_SHOWN
-    return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
+from swift_stage2.telemetry.reading import Process, effective_histories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +24,7 @@ class RunAccount:
     ranks: tuple[RankAccount, ...]
     violations: tuple[Violation, ...]
     doubts: tuple[str, ...] = ()
-    """What others tell of the run and its ledger does not (``ledger_witnesses``), a sentence each."""
+    """What others tell of the run and its ledger does not, a sentence each."""
 
     @property
     def num_violations(self) -> int:
@@ -146,35 +42,14 @@ class RunAccount:
         return self.is_provable and self.num_violations == 0
 
 
-def account_of(
-    ledgers: Mapping[int, Sequence[Record]], witnesses: Mapping[int, Witness] | None = None
-) -> RunAccount:
-    """The account of a run from the records of every rank, oldest first; parts of a run follow each other.
-
-    ``witnesses`` by rank: what else tells of what its ledger must hold.
-    """
+def account_of(ledgers: Mapping[int, Sequence[Record]], doubts: tuple[str, ...] = ()) -> RunAccount:
+    """The account of a run from the records of every rank, oldest first; parts of a run follow each other."""
     histories = effective_histories(ledgers)
-    doubts = (
-        doubt
-        for rank, witness in sorted((witnesses or {}).items())
-        for doubt in doubts_of(rank, witness, histories.get(rank, []), ledgers.get(rank, []))
-    )
     ranks = tuple(
         _replay(rank, history, sum(len(r["samples"]) for r in ledgers[rank] if r["kind"] == Entry.TRAINED))
         for rank, history in histories.items()
     )
-    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)), doubts=tuple(doubts))
-
-
-def effective_histories(ledgers: Mapping[int, Sequence[Record]]) -> dict[int, list[Process]]:
-    """By rank, what counts of each process's records, oldest first."""
-    processes = {rank: split_by_process(records) for rank, records in sorted(ledgers.items())}
-    # A process that some rank never began cannot have trained, for every step is agreed on by all.
-    common = set.intersection(*({run_of(process) for process in every} for every in processes.values()))
-    return {
-        rank: effective_history([process for process in every if run_of(process) in common])
-        for rank, every in processes.items()
-    }
+    return RunAccount(ranks=ranks, violations=tuple(_compare(histories)), doubts=doubts)
 
 
 def _replay(rank: int, history: Sequence[Process], num_ever_trained: int) -> RankAccount:
@@ -268,6 +143,16 @@ class _Life:
     pack_id: str | None = None
 
 
+_MOVES: dict[str, tuple[tuple[SampleStage, ...], SampleStage, str]] = {
+    Entry.READ: ((SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn"),
+    Entry.SENT: ((SampleStage.DRAWN, SampleStage.SENT), SampleStage.SENT, "sent once it was drawn"),
+    Entry.FINISHED: ((SampleStage.SENT,), SampleStage.FINISHED, "finished once it was sent"),
+    Entry.MATCHED: ((SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered"),
+    Entry.PACKED: ((SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched"),
+}
+"""By kind of record: the stages in which a sample may be, the one that it reaches, and the rule."""
+
+
 @dataclass(slots=True)
 class Replay:
     """One rank's stream, made again from its records. ``num_trained`` counts records, not distinct samples."""
@@ -300,18 +185,16 @@ class Replay:
         match record["kind"]:
             case Entry.TORN:
                 self._num_lost += 1
-                return
             case kind if kind == GAP:
                 self._num_lost += int(record["records_lost"])
-                return
             case Entry.START:
                 self._start(record)
-                return
             case Entry.CHECKPOINT:
                 self._checkpoint(record)
-                return
-            case Entry.END:
-                return
+            case kind if kind != Entry.END:
+                self._take_samples(record)
+
+    def _take_samples(self, record: Record) -> None:
         if self._cursor is None:
             self._break("a process's first record tells that it starts", ())
             self._cursor = (0, 0)
@@ -323,6 +206,7 @@ class Replay:
     def account(self, *, num_resumes: int, num_void: int) -> RankAccount:
         """What the records came to."""
         num_quarantined, num_in_hand = self._quarantined.total(), len(self._lives)
+        in_hand = Counter(life.stage for life in self._lives.values())
         if self._taken_over + self._num_drawn != self.num_trained + num_quarantined + num_in_hand:
             self._break(
                 f"drawn = trained + quarantined + in hand, got {self._taken_over} taken over + "
@@ -336,11 +220,7 @@ class Replay:
             drawn=self._num_drawn,
             trained=self.num_trained,
             quarantined=dict(sorted(self._quarantined.items())),
-            in_hand={
-                stage.value: count
-                for stage in SampleStage
-                if (count := sum(life.stage is stage for life in self._lives.values()))
-            },
+            in_hand={stage.value: in_hand[stage] for stage in SampleStage if in_hand[stage]},
             returned=dict(sorted(self._returned.items())),
             num_resumes=num_resumes,
             num_void=num_void,
@@ -363,15 +243,13 @@ class Replay:
         if self._cursor is None:
             self._open(state, is_resumed=record["save_id"] is not None)
         elif state != self._saved:
-            self._break(
-                "a resumed process begins with the very state of its checkpoint", self._keys_of(state)
-            )
+            self._break("a resumed process begins with the very state of its checkpoint", _keys_of(state))
         self._window, self._first_step, self._saved = record["version_window"], record["step"], None
         for life in self._lives.values():  # whatever the process before had of them is gone
             life.stage, life.version, life.pack_id = SampleStage.TO_BE_REDRAWN, None, None
 
     def _open(self, state: Mapping[str, Any], *, is_resumed: bool) -> None:
-        keys = self._keys_of(state)
+        keys = _keys_of(state)
         self._cursor = (state["epoch"], state["position"])
         self._shard = len(range(self.rank, state["num_rows"], state["world_size"]))
         self._lives = {key[:2]: _Life(key, SampleStage.TO_BE_REDRAWN) for key in keys}
@@ -381,9 +259,9 @@ class Replay:
 
     def _checkpoint(self, record: Record) -> None:
         state, step = record["state"], record["step"]
-        if sorted(self._keys_of(state)) != sorted(life.key for life in self._lives.values()):
-            wrong = set(self._keys_of(state)) ^ {life.key for life in self._lives.values()}
-            self._break("a checkpoint holds exactly the samples in hand", sorted(wrong))
+        told, in_hand = _keys_of(state), [life.key for life in self._lives.values()]
+        if sorted(told) != sorted(in_hand):
+            self._break("a checkpoint holds exactly the samples in hand", sorted(set(told) ^ set(in_hand)))
         if (state["epoch"], state["position"]) != self._cursor:
             self._break("a checkpoint's cursor stands behind the last new sample", ())
         if step <= self._last_trained:
@@ -407,21 +285,10 @@ class Replay:
         if life.key != key and record["kind"] != Entry.RETURNED:
             self._break("a sample keeps its row, and its attempt until it returns", [key])
         match record["kind"]:
-            case Entry.READ:
-                self._move(life, (SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn")
-            case Entry.SENT:
-                self._move(
-                    life, (SampleStage.DRAWN, SampleStage.SENT), SampleStage.SENT, "sent once it was drawn"
-                )
-            case Entry.FINISHED:
-                after = SampleStage.FINISHED if record["end"] == "answered" else SampleStage.DRAWN
-                self._move(life, (SampleStage.SENT,), after, "finished once it was sent")
-            case Entry.MATCHED:
-                self._move(life, (SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered")
-                life.version = record["version"]
-            case Entry.PACKED:
-                self._move(life, (SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched")
-                life.pack_id = record["pack_id"]
+            case Entry.FINISHED if record["end"] != "answered":
+                self._move(life, (SampleStage.SENT,), SampleStage.DRAWN, "finished once it was sent")
+            case kind if kind in _MOVES:
+                self._move(life, *_MOVES[kind])
             case Entry.RETURNED:
                 self._return(record, key, life)
             case Entry.TRAINED:
@@ -429,6 +296,10 @@ class Replay:
             case Entry.QUARANTINED:
                 self._quarantined[record["reason"]] += 1
                 self._end(key, Entry.QUARANTINED)
+        if record["kind"] == Entry.MATCHED:
+            life.version = record["version"]
+        elif record["kind"] == Entry.PACKED:
+            life.pack_id = record["pack_id"]
 
     def _draw(self, key: Key, life: _Life | None) -> None:
         place = key[:2]
@@ -502,9 +373,9 @@ class Replay:
     def _break(self, rule: str, samples: Sequence[Key]) -> None:
         self._broken.setdefault(rule, []).extend(samples)
 
-    @staticmethod
-    def _keys_of(state: Mapping[str, Any]) -> list[Key]:
-        return [_key(entry) for entry in state["outstanding"]]
+
+def _keys_of(state: Mapping[str, Any]) -> list[Key]:
+    return [_key(entry) for entry in state["outstanding"]]
 
 
 def _key(sample: Sequence[int]) -> Key:

@@ -15,7 +15,8 @@ from pathlib import Path
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.metrics import MergedMetrics
-from swift_stage2.telemetry.reading import LIVE_FORMS, has_form, record_of
+from swift_stage2.telemetry.reading import record_of
+from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
 _RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
