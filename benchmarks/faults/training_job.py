@@ -31,8 +31,7 @@ from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.shared_memory import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
-from swift_stage2.telemetry.live_state import AuditTail
-from swift_stage2.telemetry.reading import read_ledgers
+from swift_stage2.telemetry.reading import AuditTail, read_ledgers
 
 NUM_RANKS = 2
 _STEPS_THAT_NO_ROW_REACHES = 5000

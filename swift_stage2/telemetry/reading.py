@@ -256,3 +256,24 @@ def _find_checkpoint(processes: Sequence[Process], save_id: str) -> tuple[int, i
             if record["kind"] == Entry.CHECKPOINT and record["save_id"] == save_id:
                 return number, index + 1
     return None
+
+
+class AuditTail:
+    """One growing file, read from where the last look ended. The file may appear later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        """The records with a time that have become whole since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = (record_of(line) for line in whole.splitlines())
+        return [each for each in records if each is not None and isinstance(each.get("time"), int | float)]

@@ -117,7 +117,7 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         lag_counts=_lags(ranks),
         totals=totals,
         drops=_drops(totals),
-        ratios=_ratios(totals),
+        ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
         num_rounds_committed=sum(record["committed"] for record in first.rounds),
         num_rounds_failed=sum(not record["committed"] for record in first.rounds),
         round_seconds=_spread([record["seconds"] for record in first.rounds]),
@@ -181,14 +181,6 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
         for name, total in totals.items()
         if total and (name in _DROPS or name.startswith(_DROP_FAMILIES))
     }
-
-
-def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
-    sums = {
-        ratio.tag: (sum(totals[n] for n in ratio.numerator), sum(totals[n] for n in ratio.denominator))
-        for ratio in RATIOS
-    }
-    return {tag: numerator / denominator for tag, (numerator, denominator) in sums.items() if denominator}
 
 
 def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Spread]:
