@@ -22,14 +22,13 @@ from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.terminal import terminal_report
-from swift_stage2.telemetry.trace import merge_traces, trace_files, write_trace
+from swift_stage2.telemetry.trace import merge_traces
 from swift_stage2.terminal.output import throw_away
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
-_TRACE = "trace.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,20 +62,13 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     output = options.output or options.run_dir[-1] / _PAGE
     write_page(output, page(report))
     print(f"page: {output}")
-    _merge_traces(options.run_dir[-1])
-
-
-def _merge_traces(run_dir: Path) -> None:
-    """One file of what all ranks traced, if they did. The report stands without it."""
-    files, path = trace_files(run_dir), run_dir / _TRACE
-    if not files:
-        return
     try:
-        write_trace(path, merge_traces(files))
+        trace = merge_traces(options.run_dir[-1])
     except (UserError, OSError) as error:
-        print(f"no trace of all ranks: {error}")
+        print(f"no trace of all ranks: {error}")  # the report stands without it
     else:
-        print(f"trace: {path}, for ui.perfetto.dev")
+        if trace is not None:
+            print(f"trace: {trace}, for ui.perfetto.dev")
 
 
 def _facts(report: RunReport) -> dict[str, Any]:

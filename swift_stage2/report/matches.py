@@ -6,12 +6,13 @@ counted and left out.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
 from swift_stage2.records import match_ratios
 from swift_stage2.report.content import (
@@ -30,13 +31,25 @@ from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 
-Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2 in the match's space."""
-Key = tuple[int, int, int, int]
-"""Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
-EVALUATION = "evaluation"
 _MOST = 2**53
 _MOST_CHARACTERS = 20_000  # of a text that is shown
+
+
+def _shortened(value: Any) -> str:
+    text = "" if value is None else str(value)
+    more = len(text) - _MOST_CHARACTERS
+    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+
+
+_Whole = Annotated[int, Field(ge=-_MOST, le=_MOST)]
+_Side = Annotated[int, Field(ge=1, le=_MOST)]
+_Text = Annotated[str, BeforeValidator(_shortened)]
+_Path = Annotated[str | None, BeforeValidator(lambda path: path if isinstance(path, str) else None)]
+Box = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+"""x1, y1, x2, y2 in the match's space."""
+Key = tuple[_Whole, _Whole, _Whole, _Whole]
+"""Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
+EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +64,20 @@ class Labelled:
 class LoggedMatch:
     """One rollout against its ground truth."""
 
-    time: float
+    time: FiniteFloat
     rank: int
     sample: Key
     purpose: str
-    version: int
-    images: tuple[str | None, ...]
-    space: tuple[int, int]
+    version: _Whole
+    images: tuple[_Path, ...]
+    space: tuple[_Side, _Side]
     """Width and height that the boxes are measured in."""
     truth: tuple[Labelled, ...]
     predicted: tuple[Labelled, ...]
     pairs: tuple[tuple[int, int, float], ...]
     """(prediction, truth, IoU)."""
-    rollout: str
-    target: str
+    rollout: _Text
+    target: _Text
     truncated: bool
     dropped: Mapping[str, int]
     """Objects that the parser dropped, by reason."""
@@ -85,6 +98,9 @@ class LoggedMatch:
         return frozenset(range(len(self.predicted))) - {prediction for prediction, _, _ in self.pairs}
 
 
+_FORM = TypeAdapter(LoggedMatch)
+
+
 def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     """The matches of all ranks by time, and how many records had another form.
 
@@ -96,7 +112,7 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     for record in records:
         try:
             match = _match(record)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError):
+        except (ValueError, OverflowError):
             num_odd += 1
         else:
             found[match.rank, match.purpose, match.sample, match.version] = match
@@ -104,54 +120,14 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
 
 
 def _match(record: Record) -> LoggedMatch:
-    epoch, position, row, attempt = (int(number) for number in record["sample"])
-    width, height = (int(side) for side in record["space"])
-    truth, predicted = _objects(record["truth"]), _objects(record["predicted"])
-    pairs = tuple((int(one), int(other), float(iou)) for one, other, iou in record["pairs"])
-    version, moment = int(record["version"]), float(record["time"])
-    if width < 1 or height < 1:
-        raise ValueError("a space without area")
+    match = _FORM.validate_python(record)
     for numbers, limit in (
-        ([one for one, _, _ in pairs], len(predicted)),
-        ([t for _, t, _ in pairs], len(truth)),
+        ([prediction for prediction, _, _ in match.pairs], len(match.predicted)),
+        ([truth for _, truth, _ in match.pairs], len(match.truth)),
     ):
         if len(set(numbers)) < len(numbers) or not all(0 <= number < limit for number in numbers):
             raise ValueError("pairs of what is not there")
-    if max(width, height, epoch, position, row, attempt, abs(version)) > _MOST or not math.isfinite(moment):
-        raise ValueError("a number that no run comes to")
-    return LoggedMatch(
-        time=moment,
-        rank=int(record["rank"]),
-        sample=(epoch, position, row, attempt),
-        purpose=str(record["purpose"]),
-        version=version,
-        images=tuple(path if isinstance(path, str) else None for path in record["images"]),
-        space=(width, height),
-        truth=truth,
-        predicted=predicted,
-        pairs=pairs,
-        rollout=_text(record["rollout"]),
-        target=_text(record["target"]),
-        truncated=bool(record["truncated"]),
-        dropped={str(reason): int(count) for reason, count in record["dropped"].items()},
-    )
-
-
-def _objects(found: Iterable[Mapping[str, Any]]) -> tuple[Labelled, ...]:
-    return tuple(Labelled(str(one["label"]), _box(one["box"])) for one in found)
-
-
-def _box(sides: Iterable[float]) -> Box:
-    x1, y1, x2, y2 = (float(side) for side in sides)
-    if not all(map(math.isfinite, (x1, y1, x2, y2))):
-        raise ValueError("a side that is not finite")
-    return x1, y1, x2, y2
-
-
-def _text(value: Any) -> str:
-    text = "" if value is None else str(value)
-    more = len(text) - _MOST_CHARACTERS
-    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+    return match
 
 
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
