@@ -293,7 +293,7 @@ def _build_channel_b(
     queue = make_queue(
         prefetch.queue_limit, prefetch.version_window, lambda pack, reason: pipeline.on_drop(pack, reason)
     )
-    pipeline = make_pipeline(
+    pipeline: Pipeline = make_pipeline(
         source=parts.source,
         client=client,
         make_request=parts.encoder.request,

@@ -1,7 +1,8 @@
-"""Turns lines of ``RUN_DIR/matches`` into checked records. Pure.
+"""Checks the lines of ``RUN_DIR/matches``, and tells how good rollouts and evaluations were. Pure.
 
-They hold what models and data sets said, so nothing in them is believed: a record that does not have the form is
-counted and left out.
+The lines hold what models and data sets said, so nothing in them is believed: one that has not the form is counted and
+left out. Quality by version comes from the ledger's ``matched`` records, which tell of every rollout that became a
+segment, and from the matches where there is no ledger.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Turns the account of samples into a section: a row per rank, broken rules, samples given up, a verdict. Pure."""
+"""Tells what became of every sample, and compares whom a run trained with whom it did not. Pure.
+
+A pipeline that drops what is late could train on easy images only, and no loss would show it. Two questions, each for
+the number of objects, the pixels and the tokens of the rollout: are the samples that were given up unlike those that
+were trained, and are the draws whose rollout was thrown away unlike those that were used? Answered by the two-sided
+Mann-Whitney U test (Mann and Whitney, 1947) with correction for ties; the limit on p is divided by the number of tests
+(Bonferroni). Read from ledgers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a run: what was wanted and what ran, the queue, drops, where time went, sync rounds. Pure."""
+"""Tells of a run's steps: wanted and run, queue, drops, where time went, sync rounds, how full packs were. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The verdict in words: how fast, how far from the best, what binds, which knobs, and the sums behind it. Pure."""
+"""Tells how fast a run was, how far from the best, what binds and which knob would help, by how much and why. Pure.
+
+The first bottleneck is the resource that binds; the others follow in the order of what they usually cost.
+"""
 
 from __future__ import annotations
 
@@ -224,9 +227,6 @@ def post_steps_of(run: RunData) -> PostSteps:
     return deciles[0] / step_s, deciles[-1] / step_s
 
 
-# --- what a knob would have to be set to ----------------------------------------------------------
-
-
 def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     """The highest share of B steps that these rollouts feed, at this run's step times; rounded down to 1/100."""
     return min(1.0, math.floor(_sustained_share(speed, summary) * 100) / 100)
@@ -246,9 +246,6 @@ def sync_every_steps_needed(round_s: float, step_s: float) -> int:
 
 def _sustained_share(speed: Speed, summary: RunSummary) -> float:
     return summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s
-
-
-# --- what holds the run back ----------------------------------------------------------------------
 
 
 def _binding(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:

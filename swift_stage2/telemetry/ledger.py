@@ -1,8 +1,13 @@
-"""Keeps every sample's life, ``RUN_DIR/ledger/rankN.jsonl``, and what a replay needs besides, ``RUN_DIR/record/``.
+"""Writes of every sample its life, of every answer what a replay needs, and of a few rows the whole matches.
+
+    RUN_DIR/ledger/rankN.jsonl    ``Ledger``; ``docs/design/ledger.md`` tells what it proves
+    RUN_DIR/record/rankN.jsonl    ``RunRecord``
+    RUN_DIR/matches/rankN.jsonl   ``MatchLog``, for the report's gallery and match drift
 
 Written by the audit's own line writer, so a torn line is stepped over and a full disk leaves a gap record. What
 the sample source tells is written under its lock, so the ledger up to a ``checkpoint`` record and that
-checkpoint's state agree exactly. ``docs/design/ledger.md`` tells what it proves.
+checkpoint's state agree exactly. Rows of matches are chosen by the run's seed and are the same on all ranks and in
+every epoch, so that a row is seen again under later versions.
 """
 
 from __future__ import annotations
