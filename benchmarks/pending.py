@@ -20,8 +20,9 @@ from swift_stage2.demo.child_runs import ChildRuns, train
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.telemetry.audit import audit_path, read_audit
+from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.telemetry.reading import read_audit
 
 _PHASES = ("push", "acknowledge", "prove")
 

@@ -23,7 +23,8 @@ from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.telemetry.audit import audit_path, read_audit
+from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.reading import read_audit
 
 _B_RATIO = 0.25  # one B step per version of four steps, so that no version has two or none
 _STEPS = 150

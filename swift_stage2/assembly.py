@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +23,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
+from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Rows
@@ -62,8 +62,8 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.ledger import rows_to_keep
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.match_log import rows_to_keep
 from swift_stage2.telemetry.trace import align_clocks
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import Canary, WeightSync
@@ -111,14 +111,23 @@ def start_run(
     settings = config.without_secrets()
     refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    policy = config.stage2_ab.channel_b.rows_without_objects
-    task = make_task(config)
-    usable = together(control, lambda: usable_rows(rows, task, policy))
+    task, channel = make_task(config), config.stage2_ab.channel_b
+    usable = together(control, lambda: usable_rows(rows, task, channel.rows_without_objects))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
-    kept_rows = frozenset(usable[number] for number in kept)
-    telemetry = _start_telemetry(config, Path(run_directory), control, total_steps, logging_steps, kept_rows)
-    channel_b = None
-    failures = BackgroundFailures()
+    telemetry = Telemetry(
+        Path(run_directory),
+        control.rank,
+        control.world_size,
+        tensorboard=config.telemetry.tensorboard,
+        audit=config.telemetry.audit,
+        trace=config.telemetry.trace,
+        record=config.telemetry.record,
+        kept_rows=frozenset(usable[number] for number in kept),
+        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
+        total_steps=total_steps,
+        queue_limit=channel.prefetch.queue_limit if config.b_enabled else None,
+    )
+    channel_b, failures = None, BackgroundFailures()
     with ExitStack() as on_failure:
         on_failure.callback(telemetry.close)
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
@@ -137,7 +146,6 @@ def start_run(
             build = partial(
                 _build_channel_b,
                 config,
-                rows,
                 parts,
                 module,
                 control,
@@ -167,21 +175,10 @@ def start_run(
         channel_b=channel_b,
         failures=failures,
     )
-    start_record = partial(
-        telemetry.record.start,
-        run_id=run_id,
-        step=first_step,
-        world_size=control.world_size,
-        config=settings,
-        surroundings=surroundings(next(module.parameters()).device),
-    )
-    start_ledger = partial(
-        telemetry.ledger.start,
-        run_id=run_id,
-        step=first_step,
-        world_size=control.world_size,
-        version_window=config.stage2_ab.channel_b.prefetch.version_window,
-    )
+    process: dict[str, Any] = {"run_id": run_id, "step": first_step, "world_size": control.world_size}
+    found = surroundings(next(module.parameters()).device)
+    start_record = partial(telemetry.record.start, **process, config=settings, surroundings=found)
+    start_ledger = partial(telemetry.ledger.start, **process, version_window=channel.prefetch.version_window)
     watch = progress_watch(config, telemetry, channel_b)
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
 
@@ -227,33 +224,8 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
     )
 
 
-def _start_telemetry(
-    config: Stage2Config,
-    run_directory: Path,
-    control: ControlGroup,
-    total_steps: int,
-    logging_steps: int,
-    kept_rows: Container[int],
-) -> Telemetry:
-    settings = config.telemetry
-    return Telemetry(
-        run_directory,
-        control.rank,
-        control.world_size,
-        tensorboard=settings.tensorboard,
-        audit=settings.audit,
-        trace=settings.trace,
-        record=settings.record,
-        kept_rows=kept_rows,
-        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
-        total_steps=total_steps,
-        queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
-    )
-
-
 def _build_channel_b(
     config: Stage2Config,
-    rows: Rows,
     parts: CheckedParts,
     module: nn.Module,
     control: ControlGroup,
@@ -274,8 +246,7 @@ def _build_channel_b(
     rollout = config.rollout
     base_urls = tuple(server.base_url.rstrip("/") for server in rollout.servers)
     api_key = rollout.api_key()
-    clock = VersionClock()
-    fence = InferFence(start_closed=True)
+    clock, fence = VersionClock(), InferFence(start_closed=True)
     guard = TruncationGuard(config.stage2_ab.channel_b.max_truncated_ratio)
     pacer = Pacer(
         b_ratio=config.stage2_ab.schedule.b_ratio,
@@ -312,11 +283,6 @@ def _build_channel_b(
         record=telemetry.record_evaluation,
         last_step=total_steps - 1,
     )
-    pipelines: list[Pipeline] = []
-
-    def return_dropped(pack: Pack, reason: DropReason) -> None:
-        pipelines[0].on_drop(pack, reason)
-
     if isinstance(parts.preprocessor, ProcessPreprocessor):
         parts.preprocessor.await_ready()
         check_preprocessing(
@@ -324,8 +290,10 @@ def _build_channel_b(
             ThreadPreprocessor(parts.encoder, parts.task, packing_length=packing.packing_length),
             [empty_rollout(sample, parts.encoder) for sample in parts.samples],
         )
-    queue = make_queue(prefetch.queue_limit, prefetch.version_window, return_dropped)
-    pipeline = make_pipeline(
+    queue = make_queue(
+        prefetch.queue_limit, prefetch.version_window, lambda pack, reason: pipeline.on_drop(pack, reason)
+    )
+    pipeline: Pipeline = make_pipeline(
         source=parts.source,
         client=client,
         make_request=parts.encoder.request,
@@ -342,7 +310,6 @@ def _build_channel_b(
         version_window=prefetch.version_window,
         evaluation=evaluation.part if evaluation is not None else None,
     )
-    pipelines.append(pipeline)
     sync = WeightSync(
         endpoints_of(rollout),
         control=control,

@@ -12,8 +12,9 @@ from detection_task import make_task
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import MatchQuality, Pack, SampleKey, Segment
 from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Ledger, ledger_path, read_ledger
+from swift_stage2.telemetry.ledger import Ledger, ledger_path
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
+from swift_stage2.telemetry.reading import read_ledger
 
 WINDOW = 2
 

@@ -35,8 +35,8 @@ from benchmarks.results import publish, say
 from benchmarks.servers import ServerKind
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.reading import read_ledgers
 
 __all__ = ["check", "run"]
 _FAILED = 1

@@ -30,9 +30,8 @@ from swift_stage2.launch.plan import plan_launch
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.warden import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
-from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
-from swift_stage2.telemetry.live_state import AuditTail
+from swift_stage2.telemetry.reading import AuditTail, read_ledgers
 
 NUM_RANKS = 2
 _STEPS_THAT_NO_ROW_REACHES = 5000

@@ -24,9 +24,10 @@ from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.report.terminal import summary_table
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.summary import RunSummary, summarise, summary_table
+from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from swift_stage2.telemetry.audit import Record, record_of
+from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.live_state import LiveState, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line
+from swift_stage2.telemetry.reading import record_of
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
 
 _LINE_EVERY_STEPS = 10

@@ -16,9 +16,9 @@ from typing import Any
 from swift_stage2.errors import UserError
 from swift_stage2.records import SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.telemetry.audit import Record, read_audit
-from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, read_ledger, record_path
-from swift_stage2.telemetry.ledger_account import Process, run_of, split_by_process
+from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, record_path
+from swift_stage2.telemetry.reading import Process, read_audit, read_ledger, run_of, split_by_process
 from swift_stage2.telemetry.record_forms import RECORD_FORMS, has_form
 
 

@@ -9,30 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table as RichTable
-from rich.text import Text
+from rich.console import Console
 
 from swift_stage2.errors import UserError
-from swift_stage2.report.content import Headline, Section, Sentence, Table, Tone
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.page import page, write_page
 from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.telemetry.trace import merge_traces, trace_files, write_trace
+from swift_stage2.report.terminal import terminal_report
+from swift_stage2.telemetry.trace import merge_traces
 from swift_stage2.terminal.output import throw_away
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
-_TRACE = "trace.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,20 +62,13 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     output = options.output or options.run_dir[-1] / _PAGE
     write_page(output, page(report))
     print(f"page: {output}")
-    _merge_traces(options.run_dir[-1])
-
-
-def _merge_traces(run_dir: Path) -> None:
-    """One file of what all ranks traced, if they did. The report stands without it."""
-    files, path = trace_files(run_dir), run_dir / _TRACE
-    if not files:
-        return
     try:
-        write_trace(path, merge_traces(files))
+        trace = merge_traces(options.run_dir[-1])
     except (UserError, OSError) as error:
-        print(f"no trace of all ranks: {error}")
+        print(f"no trace of all ranks: {error}")  # the report stands without it
     else:
-        print(f"trace: {path}, for ui.perfetto.dev")
+        if trace is not None:
+            print(f"trace: {trace}, for ui.perfetto.dev")
 
 
 def _facts(report: RunReport) -> dict[str, Any]:
@@ -134,36 +123,3 @@ def _at_least_zero(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"a number of matches is 0 or more, got {text}")
     return number
-
-
-_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
-
-
-def terminal_report(sections: Iterable[Section]) -> RenderableType:
-    """Every number that stands outside of charts."""
-    return Group(*(line for section in sections for line in _section(section)))
-
-
-def _section(section: Section) -> Iterator[RenderableType]:
-    yield Text(f"\n{section.title}", style="bold")
-    for part in section.parts:
-        match part:
-            case Sentence():
-                yield Text(part.text, style=_STYLES[part.tone])
-            case Headline():
-                yield _table(part.table)
-            case Table():
-                yield _table(part)
-
-
-def _table(table: Table) -> RichTable:
-    shown = RichTable(
-        title=Text(table.title), title_justify="left", min_width=len(table.title), box=box.SQUARE
-    )
-    last = len(table.headings) - 1
-    for number, heading in enumerate(table.headings):
-        is_words = number == 0 or (number == last and table.ends_in_words)
-        shown.add_column(Text(heading), justify="left" if is_words else "right", overflow="fold")
-    for number, row in enumerate(table.rows):
-        shown.add_row(*(Text(cell) for cell in row), style=_STYLES[table.tones.get(number, Tone.PLAIN)])
-    return shown

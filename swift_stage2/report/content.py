@@ -1,4 +1,4 @@
-"""Sections of sentences, tables and charts: a report free of any form. Rendered by ``command`` and ``page``.
+"""Sections of sentences, tables and charts: a report free of any form. Rendered by ``terminal`` and ``page``.
 
 One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
 """

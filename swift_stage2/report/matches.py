@@ -1,25 +1,56 @@
-"""Turns lines of ``RUN_DIR/matches`` into checked records. Pure.
+"""Checks the lines of ``RUN_DIR/matches``, and tells how good rollouts and evaluations were. Pure.
 
-They hold what models and data sets said, so nothing in them is believed: a record that does not have the form is
-counted and left out.
+The lines hold what models and data sets said, so nothing in them is believed: one that has not the form is counted and
+left out. Quality by version comes from the ledger's ``matched`` records, which tell of every rollout that became a
+segment, and from the matches where there is no ledger.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
+
+from swift_stage2.records import match_ratios
+from swift_stage2.report.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Table,
+    filled,
+    grouped,
+    number,
+    series_of,
+)
+from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.ledger import Entry
 
-Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2 in the match's space."""
-Key = tuple[int, int, int, int]
-"""Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
-EVALUATION = "evaluation"
 _MOST = 2**53
 _MOST_CHARACTERS = 20_000  # of a text that is shown
+
+
+def _shortened(value: Any) -> str:
+    text = "" if value is None else str(value)
+    more = len(text) - _MOST_CHARACTERS
+    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+
+
+_Whole = Annotated[int, Field(ge=-_MOST, le=_MOST)]
+_Side = Annotated[int, Field(ge=1, le=_MOST)]
+_Text = Annotated[str, BeforeValidator(_shortened)]
+_Path = Annotated[str | None, BeforeValidator(lambda path: path if isinstance(path, str) else None)]
+Box = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+"""x1, y1, x2, y2 in the match's space."""
+Key = tuple[_Whole, _Whole, _Whole, _Whole]
+"""Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
+EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +65,20 @@ class Labelled:
 class LoggedMatch:
     """One rollout against its ground truth."""
 
-    time: float
+    time: FiniteFloat
     rank: int
     sample: Key
     purpose: str
-    version: int
-    images: tuple[str | None, ...]
-    space: tuple[int, int]
+    version: _Whole
+    images: tuple[_Path, ...]
+    space: tuple[_Side, _Side]
     """Width and height that the boxes are measured in."""
     truth: tuple[Labelled, ...]
     predicted: tuple[Labelled, ...]
     pairs: tuple[tuple[int, int, float], ...]
     """(prediction, truth, IoU)."""
-    rollout: str
-    target: str
+    rollout: _Text
+    target: _Text
     truncated: bool
     dropped: Mapping[str, int]
     """Objects that the parser dropped, by reason."""
@@ -68,6 +99,9 @@ class LoggedMatch:
         return frozenset(range(len(self.predicted))) - {prediction for prediction, _, _ in self.pairs}
 
 
+_FORM = TypeAdapter(LoggedMatch)
+
+
 def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     """The matches of all ranks by time, and how many records had another form.
 
@@ -79,7 +113,7 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     for record in records:
         try:
             match = _match(record)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError):
+        except (ValueError, OverflowError):
             num_odd += 1
         else:
             found[match.rank, match.purpose, match.sample, match.version] = match
@@ -87,51 +121,121 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
 
 
 def _match(record: Record) -> LoggedMatch:
-    epoch, position, row, attempt = (int(number) for number in record["sample"])
-    width, height = (int(side) for side in record["space"])
-    truth, predicted = _objects(record["truth"]), _objects(record["predicted"])
-    pairs = tuple((int(one), int(other), float(iou)) for one, other, iou in record["pairs"])
-    version, moment = int(record["version"]), float(record["time"])
-    if width < 1 or height < 1:
-        raise ValueError("a space without area")
+    match = _FORM.validate_python(record)
     for numbers, limit in (
-        ([one for one, _, _ in pairs], len(predicted)),
-        ([t for _, t, _ in pairs], len(truth)),
+        ([prediction for prediction, _, _ in match.pairs], len(match.predicted)),
+        ([truth for _, truth, _ in match.pairs], len(match.truth)),
     ):
         if len(set(numbers)) < len(numbers) or not all(0 <= number < limit for number in numbers):
             raise ValueError("pairs of what is not there")
-    if max(width, height, epoch, position, row, attempt, abs(version)) > _MOST or not math.isfinite(moment):
-        raise ValueError("a number that no run comes to")
-    return LoggedMatch(
-        time=moment,
-        rank=int(record["rank"]),
-        sample=(epoch, position, row, attempt),
-        purpose=str(record["purpose"]),
-        version=version,
-        images=tuple(path if isinstance(path, str) else None for path in record["images"]),
-        space=(width, height),
-        truth=truth,
-        predicted=predicted,
-        pairs=pairs,
-        rollout=_text(record["rollout"]),
-        target=_text(record["target"]),
-        truncated=bool(record["truncated"]),
-        dropped={str(reason): int(count) for reason, count in record["dropped"].items()},
+    return match
+
+
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_MOST_EVALUATIONS = 12
+
+
+class _Counts(NamedTuple):
+    """One rollout's."""
+
+    num_predictions: int
+    num_ground_truth: int
+    num_pairs: int
+    sum_iou: float
+
+
+_ByVersion = Mapping[int, Sequence[_Counts]]
+
+
+def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
+    """Match quality by version, and of evaluations by step."""
+    by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
+    versions = sorted(by_version)
+    evaluations = run.first.evaluations if run.first else []
+    parts: list[Part] = [
+        _halves(versions, by_version),
+        _chart(
+            "quality",
+            "Match quality of rollouts",
+            "Rollouts against ground truth before correction, by the version of the weights that gave them.",
+            "version",
+            [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
+        ),
+        _evaluations(evaluations),
+        _chart(
+            "evaluations",
+            "Evaluations",
+            "Greedy answers to the validation set, at the step at which each evaluation began.",
+            "step",
+            [(record["begun_step"], record["ratios"]) for record in evaluations],
+        ),
+    ]
+    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def _of_ledger(records: Iterable[Record]) -> _ByVersion:
+    found = defaultdict(list)
+    for record in records:
+        if record["kind"] == Entry.MATCHED:
+            told = record["quality"]
+            found[record["version"]].append(_Counts(*(told[name] for name in _Counts._fields)))
+    return found
+
+
+def _of_matches(matches: Iterable[LoggedMatch]) -> _ByVersion:
+    found = defaultdict(list)
+    for match in matches:
+        if match.purpose != EVALUATION:
+            ious = [iou for _, _, iou in match.pairs]
+            counts = _Counts(len(match.predicted), len(match.truth), len(ious), sum(ious))
+            found[match.version].append(counts)
+    return found
+
+
+def _ratios(versions: Iterable[int], by_version: _ByVersion) -> dict[str, float]:
+    rollouts = chain.from_iterable(by_version[version] for version in versions)
+    sums = [sum(column) for column in zip(*rollouts, strict=True)]
+    return match_ratios(**dict(zip(_Counts._fields, sums, strict=True)))
+
+
+def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
+    """The older half of the versions against the newer one, and all: the trend in numbers."""
+    parts = {"all versions": versions}
+    if len(versions) > 1:
+        middle = len(versions) // 2
+        for half in (versions[:middle], versions[middle:]):
+            parts[f"{half[0]} to {half[-1]}" if len(half) > 1 else str(half[0])] = half
+    rows = []
+    for name, members in parts.items() if versions else ():
+        ratios = _ratios(members, by_version)
+        num_rollouts = sum(len(by_version[version]) for version in members)
+        rows.append((name, *(number(ratios.get(measure)) for measure in _NAMES), number(num_rollouts)))
+    return Table("Rollouts before correction", ("version", *_NAMES.values(), "rollouts"), tuple(rows))
+
+
+def _evaluations(evaluations: Sequence[Record]) -> Table:
+    rows = tuple(
+        (
+            number(record["begun_step"]),
+            number(record["version"]),
+            f"{record['counts']['num_answered']} of {record['counts']['num_wanted']}",
+            *(number(record["ratios"].get(measure)) for measure in _NAMES),
+            str(record["end"]),
+        )
+        for record in evaluations[-_MOST_EVALUATIONS:]
     )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    return Table(title, ("step", "version", "answered", *_NAMES.values(), "end"), rows)
 
 
-def _objects(found: Iterable[Mapping[str, Any]]) -> tuple[Labelled, ...]:
-    return tuple(Labelled(str(one["label"]), _box(one["box"])) for one in found)
-
-
-def _box(sides: Iterable[float]) -> Box:
-    x1, y1, x2, y2 = (float(side) for side in sides)
-    if not all(map(math.isfinite, (x1, y1, x2, y2))):
-        raise ValueError("a side that is not finite")
-    return x1, y1, x2, y2
-
-
-def _text(value: Any) -> str:
-    text = "" if value is None else str(value)
-    more = len(text) - _MOST_CHARACTERS
-    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+def _chart(
+    key: str, title: str, description: str, x_title: str, points: Sequence[tuple[float, Mapping[str, float]]]
+) -> Chart:
+    by_measure = {
+        name: [(place, values[measure]) for place, values in points if measure in values]
+        for measure, name in _NAMES.items()
+    }
+    series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
+    return Chart(
+        key=key, title=title, description=description, x_title=x_title, y_title="0 to 1", series=series
+    )

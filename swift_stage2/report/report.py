@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_stage2.report.account import account_section
-from swift_stage2.report.advice import knobs_of, post_steps_of
 from swift_stage2.report.content import Section, number
 from swift_stage2.report.drift import drift_section
-from swift_stage2.report.fill import fill_section
 from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, fates_of, gallery_of, gallery_section
-from swift_stage2.report.matches import matches_of
-from swift_stage2.report.quality import quality_section
-from swift_stage2.report.run_data import RunData
-from swift_stage2.report.selection import Comparison, compare, draws_of, selection_section
+from swift_stage2.report.matches import matches_of, quality_section
+from swift_stage2.report.run_data import RunData, doubts_of
+from swift_stage2.report.samples import Comparison, account_section, compare, draws_of, selection_section
 from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import (
     drops_section,
+    fill_section,
     queue_section,
     rounds_section,
     steps_section,
     time_section,
 )
-from swift_stage2.report.verdict import verdict_section
+from swift_stage2.report.verdict import knobs_of, post_steps_of, verdict_section
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
@@ -47,7 +44,7 @@ class RunReport:
 
 def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
-    account = account_of(run.ledgers, run.witnesses) if run.ledgers else None
+    account = account_of(run.ledgers, doubts_of(run.witnesses, run.ledgers)) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
     summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
     found = slowest(works)

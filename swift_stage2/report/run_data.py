@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record
-from swift_stage2.telemetry.ledger import Entry, read_ledgers
-from swift_stage2.telemetry.ledger_account import Checkpoint, Witness, effective_histories
-from swift_stage2.telemetry.rank_records import RankRecords, rank_files, read_files, read_ranks
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.reading import (
+    Process,
+    RankRecords,
+    effective_histories,
+    rank_files,
+    read_files,
+    read_ledgers,
+    read_ranks,
+    run_of,
+)
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
+
+_MOST_STEPS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What one rank's file in a checkpoint says of its samples."""
+
+    name: str
+    step: int
+    save_id: str
+    state: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Witness:
+    """What else is known of one rank."""
+
+    packs: set[tuple[int, str]] = field(default_factory=set)
+    """(step, pack) that the audit tells of; a step's ledger record is written before its audit record."""
+    ended_run: str | None = None
+    """The id of the last process, if its audit tells an orderly end, which its ledger tells before."""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    """Those on disk; the ledger's record of one is there before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +107,8 @@ class RunData:
             witness.packs = {
                 (number, pack["pack_id"]) for number, step in records.steps.items() for pack in step["packs"]
             }
-            witness.ended_run = records.ended_run
+            if records.has_ended and records.starts:
+                witness.ended_run = (records.starts[-1].get("settings") or {}).get("run_id")
         return found
 
 
@@ -153,3 +186,51 @@ def _read_checkpoint(path: Path) -> Checkpoint | None:
         return None
     record = {"kind": Entry.CHECKPOINT, "step": step, "save_id": save_id, "state": state}
     return Checkpoint(path.parent.name, step, save_id, state) if has_form(record, LEDGER_FORMS) else None
+
+
+def doubts_of(witnesses: Mapping[int, Witness], ledgers: Mapping[int, Sequence[Record]]) -> tuple[str, ...]:
+    """What ledgers lack of what others tell, a sentence each; both by rank."""
+    histories = effective_histories(ledgers)
+    return tuple(
+        doubt
+        for rank, witness in sorted(witnesses.items())
+        for doubt in _doubts(rank, witness, histories.get(rank, []), ledgers.get(rank, []))
+    )
+
+
+def _doubts(
+    rank: int, witness: Witness, history: Sequence[Process], ledger: Sequence[Record]
+) -> Iterator[str]:
+    records = list(chain.from_iterable(history))
+    trained = {(record["step"], record["pack_id"]) for record in records if record["kind"] == Entry.TRAINED}
+    if missing := sorted(witness.packs - trained):
+        steps = sorted({step for step, _ in missing})
+        yield (
+            f"rank {rank}: the audit tells of {len(witness.packs)} packs of channel B that steps trained, the ledger "
+            f"lacks {len(missing)} of them, of {_named(steps)}"
+        )
+    if history and witness.ended_run is not None and run_of(history[-1]) == witness.ended_run:
+        is_numbered = history[-1][0].get("sequence") is not None  # earlier releases told no end
+        if is_numbered and history[-1][-1]["kind"] != Entry.END:
+            yield f"rank {rank}: the audit tells that the run ended in order, the ledger ends before that"
+    yield from _checkpoints(rank, witness.checkpoints, records, ledger)
+
+
+def _checkpoints(
+    rank: int, checkpoints: Sequence[Checkpoint], records: Sequence[Record], ledger: Sequence[Record]
+) -> Iterator[str]:
+    first_step = min((record["step"] for record in ledger if record["kind"] == Entry.START), default=0)
+    counted = {record["save_id"]: record for record in records if record["kind"] == Entry.CHECKPOINT}
+    told = {record.get("save_id") for record in ledger if record["kind"] in (Entry.START, Entry.CHECKPOINT)}
+    for checkpoint in checkpoints:
+        record = counted.get(checkpoint.save_id)
+        if record is None and checkpoint.save_id not in told and checkpoint.step > first_step:
+            yield f"rank {rank}: {checkpoint.name} is of a save that the ledger does not tell of"
+        elif record is not None and record["state"] != checkpoint.state:
+            yield f"rank {rank}: {checkpoint.name} holds other samples in hand than the ledger tells"
+
+
+def _named(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:_MOST_STEPS_SHOWN]))
+    more = len(steps) - _MOST_STEPS_SHOWN
+    return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")

@@ -12,15 +12,16 @@ Of one rank, over the training part of its main thread:
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.reading import RankRecords
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
@@ -154,7 +155,10 @@ def works_of(run: RunData) -> list[RankWork]:
     works = []
     for records in run.ranks:
         last: Record = records.metrics[-1] if records.metrics else {}
-        known = records.until(last["time"]) if last else records
+        until = last.get("time", math.inf)
+        known = replace(
+            records, steps={n: step for n, step in records.steps.items() if step["time"] <= until}
+        )
         numbers = last.get("numbers", {})
         works.append(
             RankWork(

@@ -1,11 +1,13 @@
-"""The steps of a run: what was wanted and what ran, the queue, drops, where time went, sync rounds. Pure."""
+"""Tells of a run's steps: wanted and run, queue, drops, where time went, sync rounds, how full packs were. Pure."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from swift_stage2.config.stage2_ab import PackingConfig
 from swift_stage2.report.content import (
     Chart,
     Limit,
@@ -29,40 +31,91 @@ from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import in_seconds
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.reading import RankRecords
 from swift_stage2.telemetry.summary import RunSummary
+
+_MAIN_THREAD = "Main thread, seconds by activity"
+_SPREAD = ("median", "longest", "total")
+_NUM_BINS = 20
+_GOOD_FILL = 0.8
+_LENGTH_STEP = 256
+_PACKING = ("stage2_ab", "channel_b", "packing")
+
+
+def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
+    """The numbers of a summary alone, as the demo shows them."""
+    ratios = {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}
+    spreads = dict(summary.phase_seconds)
+    if summary.round_seconds is not None:
+        spreads["whole round"] = summary.round_seconds
+    phases = tuple(
+        (phase, number(each.num), *map(seconds, (each.median_s, each.max_s, each.total_s)))
+        for phase, each in spreads.items()
+    )
+    return filled(
+        [
+            *_steps(summary),
+            *_gaps(summary),
+            _lags(summary),
+            _drops(summary),
+            pairs("Quality over the run", ratios),
+            _rounds(summary),
+            Table("Seconds by phase", ("phase", "times", *_SPREAD), phases),
+            _activities(_MAIN_THREAD, {each.rank: (each.seconds, each.wall_s) for each in summary.activity}),
+        ]
+    )
 
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
     """What was wanted and what ran."""
+    parts: list[Part] = list(_steps(summary))
+    if not any(records.starts or records.steps for records in run.ranks):
+        told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
+        parts.append(Sentence(told, Tone.WARN))
+    parts += _gaps(summary)
+    if run.first and summary.num_b_wanted:
+        parts.append(_wanted_and_run(run.first))
+    return Section("steps", "What was wanted and what ran", filled(parts))
+
+
+def _steps(summary: RunSummary) -> Iterator[Part]:
     rows = {
         "optimizer steps": number(summary.num_steps),
         "B wanted": number(summary.num_b_wanted),
         "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
         "B skipped": number(sum(summary.skips.values())),
     }
-    rows |= {f"B skipped: {reason}": number(count) for reason, count in summary.skips.items()}
-    parts: list[Part] = [pairs("Steps", rows)]
+    yield pairs("Steps", rows | {f"B skipped: {why}": number(count) for why, count in summary.skips.items()})
     if differing := summary.num_disagreements:
-        parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
-    parts += _gaps(run, summary)
-    if run.first and summary.num_b_wanted:
-        parts.append(_wanted_and_run(run.first))
-    return Section("steps", "What was wanted and what ran", filled(parts))
+        yield Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
 
 
-def _gaps(run: RunData, summary: RunSummary) -> Iterator[Sentence]:
-    """What is missing in the audit that all of the page but the account of samples is made from."""
-    if not any(records.starts or records.steps for records in run.ranks):
-        yield Sentence(
-            "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told.",
-            Tone.WARN,
-        )
+def _gaps(summary: RunSummary) -> Iterator[Sentence]:
+    """What is missing in the audit that all numbers but the account of samples are made from."""
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
         yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
     if lost := summary.num_records_lost:
         yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
+
+
+def _lags(summary: RunSummary) -> Table:
+    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    return pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
+
+
+def _drops(summary: RunSummary) -> Table:
+    return pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
+
+
+def _rounds(summary: RunSummary) -> Table | None:
+    if not summary.num_rounds_committed + summary.num_rounds_failed:
+        return None
+    facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
+    facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
+    facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
+    return pairs("Rounds", facts)
 
 
 def _wanted_and_run(first: RankRecords) -> Chart:
@@ -115,9 +168,7 @@ def queue_section(run: RunData, version_window: int | None, summary: RunSummary)
         series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, max)),),
         limits=_limits("version_window", version_window),
     )
-    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
-    counts = pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
-    found = filled([packs if lags or limit else None, age, counts])
+    found = filled([packs if lags or limit else None, age, _lags(summary)])
     return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
 
 
@@ -127,22 +178,25 @@ def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
 
 def drops_section(summary: RunSummary) -> Section:
     """What was lost on the way, by cause."""
-    table = pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
-    return Section("drops", "Drops", filled([table]) or (Sentence("Nothing was dropped.", Tone.GOOD),))
+    return Section(
+        "drops", "Drops", filled([_drops(summary)]) or (Sentence("Nothing was dropped.", Tone.GOOD),)
+    )
 
 
 def time_section(run: RunData, shown_rank: int) -> Section:
     """Where the main thread's and the pipeline's time went; the charts show ``shown_rank``."""
     last = {records.rank: records.metrics[-1] for records in run.ranks if records.metrics}
-    main = {rank: (in_seconds(record["activity_ns"]), record["wall_ns"]) for rank, record in last.items()}
+    main = {
+        rank: (in_seconds(each["activity_ns"]), each["wall_ns"] / NANOSECONDS) for rank, each in last.items()
+    }
     pipeline = {
-        rank: (spent, record.get("pipeline_wall_ns", 0))
+        rank: (spent, record.get("pipeline_wall_ns", 0) / NANOSECONDS)
         for rank, record in last.items()
         if (spent := in_seconds(record.get("pipeline_ns")))
     }
     shown = next((records for records in run.ranks if records.rank == shown_rank), None)
     parts: list[Part | None] = [
-        _activities("Main thread, seconds by activity", main),
+        _activities(_MAIN_THREAD, main),
         _main_thread(shown) if shown else None,
         _activities("Pipeline thread, seconds by activity", pipeline),
         _pipeline(shown) if shown else None,
@@ -151,13 +205,13 @@ def time_section(run: RunData, shown_rank: int) -> Section:
     return Section("time", "Where time went", filled(parts))
 
 
-def _activities(title: str, ranks: Mapping[int, tuple[Mapping[str, float], int]]) -> Table:
+def _activities(title: str, ranks: Mapping[int, tuple[Mapping[str, float], float]]) -> Table:
     names = _spending([spent for spent, _ in ranks.values()])
     rows = []
-    for rank, (spent, wall_ns) in ranks.items():
+    for rank, (spent, wall_s) in ranks.items():
         total = sum(spent.values())
         values = (f"{spent.get(name, 0):.2f}{share(spent.get(name, 0), total)}" for name in names)
-        rows.append((str(rank), *values, f"{total:.2f}", f"{wall_ns / NANOSECONDS:.2f}"))
+        rows.append((str(rank), *values, f"{total:.2f}", f"{wall_s:.2f}"))
     return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
 
 
@@ -214,19 +268,16 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
     rounds = run.first.rounds if run.first else []
     if not rounds:
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
-    facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
-    facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
-    facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
     by_phase: dict[str, list[tuple[float, float]]] = {}
     for record in rounds:
         for phase, spent in _phases(record).items():
             by_phase.setdefault(phase, []).append((record["step"], spent))
-    rows = []
-    for phase, points in by_phase.items():
-        spent_s = [spent for _, spent in points]
-        spread = (statistics.median(spent_s), max(spent_s), sum(spent_s))
-        rows.append((phase, number(len(points)), *map(seconds, spread)))
-    table = Table("Seconds by phase", ("phase", "rounds", "median", "longest", "total"), tuple(rows))
+    spent_s = {phase: [spent for _, spent in points] for phase, points in by_phase.items()}
+    rows = tuple(
+        (phase, number(len(spent)), *map(seconds, (statistics.median(spent), max(spent), sum(spent))))
+        for phase, spent in spent_s.items()
+    )
+    table = Table("Seconds by phase", ("phase", "rounds", *_SPREAD), rows)
     chart = Chart(
         key="rounds",
         title="Seconds of a round, by phase",
@@ -235,7 +286,7 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
         y_title="seconds",
         series=tuple(series_of(phase, Mark.LINE, thinned(points)) for phase, points in by_phase.items()),
     )
-    return Section("rounds", "Sync rounds", filled([pairs("Rounds", facts), table, chart]))
+    return Section("rounds", "Sync rounds", filled([_rounds(summary), table, chart]))
 
 
 def _phases(record: Record) -> dict[str, float]:
@@ -250,3 +301,83 @@ def _phases(record: Record) -> dict[str, float]:
         for phase, taken in server["seconds"].items():
             of_servers[phase] = max(taken, of_servers.get(phase, 0.0))
     return spent | of_servers
+
+
+def fill_section(run: RunData) -> Section:
+    """How much of the packs' room was used."""
+    packs = [
+        record
+        for record in run.ledger_records
+        if record["kind"] == Entry.PACKED and record["capacity_tokens"]
+    ]
+    packed = [(record["num_tokens"], record["capacity_tokens"]) for record in packs]
+    if not packed:
+        return Section("fill", "Pack fill", (Sentence("No pack was made."),))
+    fills = sorted(tokens / capacity for tokens, capacity in packed)
+    rows = {
+        "packs made": number(len(packed)),
+        "tokens / room": f"{sum(t for t, _ in packed) / sum(c for _, c in packed):.1%}",
+        "median fill": f"{fills[len(fills) // 2]:.1%}",
+        "lowest fill": f"{fills[0]:.1%}",
+    }
+    counts = [0] * _NUM_BINS
+    for fill in fills:
+        counts[min(_NUM_BINS - 1, int(fill * _NUM_BINS))] += 1
+    width = 100 / _NUM_BINS
+    bars = [(width * (index + 0.5), float(count)) for index, count in enumerate(counts)]
+    chart = Chart(
+        key="fill",
+        title="Packs by fill",
+        description=f"How many packs were filled to what percent, in steps of {width:g}, each named by its middle.",
+        x_title="percent of the room",
+        y_title="packs",
+        series=(series_of("packs", Mark.BARS, bars),),
+    )
+    num_samples = sum(len(record["samples"]) for record in packs)
+    advice = fill_advice(
+        fills,
+        segment_tokens=sum(tokens for tokens, _ in packed) / max(1, num_samples),
+        capacity=max(capacity for _, capacity in packed),
+        min_fill=run.number_setting(*_PACKING, "packing_min_fill_ratio"),
+        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
+    )
+    told = Sentence(advice, Tone.WARN) if advice else None
+    return Section("fill", "Pack fill", filled((told, pairs("Packs", rows), chart)))
+
+
+def fill_advice(
+    fills: Sequence[float],
+    *,
+    segment_tokens: float,
+    capacity: int,
+    min_fill: float | None,
+    b_ratio: float | None,
+) -> str:
+    """Which key would fill the packs better, with a value; nothing where they are well filled.
+
+    ``fills`` are shares of ``capacity`` tokens, ``segment_tokens`` the mean of the segments. A pack waits for a
+    segment as long as one fits, so that room for about one stays empty.
+    """
+    mean = sum(fills) / len(fills)
+    if mean >= _GOOD_FILL:
+        return ""
+    found = f"Packs are {mean:.0%} full on average"
+    waited_for = PackingConfig().packing_min_fill_ratio if min_fill is None else min_fill
+    num_early = sum(fill < waited_for for fill in fills)
+    if 2 * num_early > len(fills):
+        share = f"{mean * b_ratio:.2g}" if b_ratio else f"{mean:.2g} times what it is"
+        return (
+            f"{found}: {num_early} of {len(fills)} left below packing_min_fill_ratio {waited_for:g} because the queue "
+            f"was starving. The same samples in full packs feed stage2_ab.schedule.b_ratio: {share}."
+        )
+    reachable = math.floor(100 * min(_GOOD_FILL + 0.1, 1 - segment_tokens / capacity)) / 100
+    if reachable > max(waited_for, mean):
+        return (
+            f"{found}: they leave at packing_min_fill_ratio {waited_for:g}. With segments of {segment_tokens:.0f} "
+            f"tokens, write {'.'.join(_PACKING)}.packing_min_fill_ratio: {reachable:g}."
+        )
+    longer = math.ceil(segment_tokens / (1 - _GOOD_FILL) / _LENGTH_STEP) * _LENGTH_STEP
+    return (
+        f"{found}: segments of {segment_tokens:.0f} tokens leave much of {capacity} empty. If memory allows, write "
+        f"{'.'.join(_PACKING)}.packing_length: {max(longer, capacity + _LENGTH_STEP)}."
+    )

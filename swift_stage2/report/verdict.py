@@ -1,15 +1,21 @@
-"""The verdict in words: how fast, how far from the best, what binds, which knobs, and the sums behind it. Pure."""
+"""Tells how fast a run was, how far from the best, what binds and which knob would help, by how much and why. Pure.
+
+The first bottleneck is the resource that binds; the others follow in the order of what they usually cost.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from swift_stage2.report.advice import Bottleneck, Knobs, PostSteps, bottlenecks
 from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
-from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest
-from swift_stage2.telemetry.recorders import UnusedB
-from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.report.run_data import RunData
+from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest, trained_steps
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.summary import RunSummary, UnusedB
 
 
 def verdict_section(
@@ -123,3 +129,222 @@ def _ranks(works: Iterable[RankWork]) -> Table:
         if isinstance(speed := measure(work), Speed)
     )
     return Table("By rank", ("rank", "S", "R", "P", "W", "speed-up", "reached"), rows)
+
+
+SLOWDOWN = 0.03
+"""Of steps beside rollouts; more than this is told."""
+MISSED_SHARE = 0.05
+"""Of wanted B steps; the first one comes before any pack."""
+ROUNDS_SHARE = 0.05
+"""Of the training part; more than this is worth a knob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The present settings, None where the run did not write them down."""
+
+    b_ratio: float | None = None
+    sync_every_steps: int | None = None
+    version_window: int | None = None
+    num_servers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One knob to turn, and the arithmetic that says how far. ``present`` is None where it is not known."""
+
+    knob: str
+    present: float | None
+    proposed: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """One thing that holds the run back."""
+
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+
+
+PostSteps = tuple[float, float] | None
+"""Lower and upper decile of what a POST takes, in steps; None without POSTs."""
+
+
+def bottlenecks(
+    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
+) -> Iterator[Bottleneck]:
+    """What binds first, if the speed and the steps it was reached in are known; then what else costs something."""
+    if speed and summary.num_steps:
+        yield _binding(speed, summary, knobs)
+        if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
+            yield _rounds(speed, summary, knobs)
+        for pace in speed.paces:
+            if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
+                yield Bottleneck(
+                    f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
+                    f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
+                    "own."
+                )
+    yield from _missing_packs(speed, summary, knobs, post_steps)
+    if missed := summary.skips.get("servers_suspect", 0):
+        yield Bottleneck(
+            f"{missed} wanted B steps found no server that was proven; the log says what became of them."
+        )
+    if errors := summary.server_errors:
+        yield Bottleneck(
+            f"Rounds could not prove a server {sum(errors.values())} times, mostly: {next(iter(errors))}."
+        )
+
+
+def knobs_of(run: RunData) -> Knobs:
+    """The settings; the window also from the ledger, which has always held it."""
+    prefetch = ("stage2_ab", "channel_b", "prefetch")
+    servers = run.setting("rollout", "servers")
+    window = run.number_setting(*prefetch, "version_window")
+    if window is None:
+        starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
+        window = starts[-1]["version_window"] if starts else None
+    return Knobs(
+        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
+        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
+        version_window=window,
+        num_servers=len(servers) if isinstance(servers, list) and servers else None,
+    )
+
+
+def post_steps_of(run: RunData) -> PostSteps:
+    """From an answered POST's seconds and the median step."""
+    posts = [
+        record["seconds"]
+        for record in run.ledger_records
+        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
+    ]
+    steps = [step.seconds for step in trained_steps(run.first)] if run.first else []
+    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
+        return None
+    deciles = statistics.quantiles(posts, n=10, method="inclusive")
+    return deciles[0] / step_s, deciles[-1] / step_s
+
+
+def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
+    """The highest share of B steps that these rollouts feed, at this run's step times; rounded down to 1/100."""
+    return min(1.0, math.floor(_sustained_share(speed, summary) * 100) / 100)
+
+
+def servers_needed(speed: Speed, num_servers: int) -> int | None:
+    """With how many servers the learner would bind; None if the pipeline's other work alone takes too long."""
+    asking = speed.working_s["asking"]
+    left = speed.learner_s - (speed.rollouts_s - asking)
+    return math.ceil(asking * num_servers / left) if left > 0 else None
+
+
+def sync_every_steps_needed(round_s: float, step_s: float) -> int:
+    """From how many steps on a round of ``round_s`` takes ``ROUNDS_SHARE`` of the time."""
+    return math.ceil(round_s * (1 - ROUNDS_SHARE) / (ROUNDS_SHARE * step_s))
+
+
+def _sustained_share(speed: Speed, summary: RunSummary) -> float:
+    return summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s
+
+
+def _binding(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
+    learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
+    if speed.learner_binds:
+        return Bottleneck(
+            f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}.",
+            _b_ratio(speed, summary, knobs, upwards=True),
+        )
+    less_b = _b_ratio(speed, summary, knobs, upwards=False)
+    asking = speed.working_s["asking"]
+    if asking >= speed.rollouts_s - asking:
+        return Bottleneck(
+            f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
+            f"needs {learner}.",
+            (*_more_servers(speed, knobs.num_servers), *less_b),
+        )
+    others = {name: spent for name, spent in speed.working_s.items() if name != "asking"}
+    name = max(others, key=others.__getitem__)
+    return Bottleneck(
+        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes "
+        f"{seconds(others[name])}; the learner needs {learner}.",
+        less_b,
+    )
+
+
+def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) -> tuple[Advice, ...]:
+    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one."""
+    if not speed.rollouts_s:
+        return ()
+    ratio = sustained_b_ratio(speed, summary)
+    wanted = summary.num_b_wanted / summary.num_steps if knobs.b_ratio is None else knobs.b_ratio
+    if ratio == wanted or (ratio > wanted) != upwards:
+        return ()
+    why = (
+        f"the rollouts sustain {summary.num_b_run} of {summary.num_steps} steps × {seconds(speed.learner_s)} / "
+        f"{seconds(speed.rollouts_s)} = {_sustained_share(speed, summary):.3f}"
+    )
+    proposed = f"up to {ratio:g}" if upwards else f"{ratio:g}"
+    return (Advice("stage2_ab.schedule.b_ratio", knobs.b_ratio, proposed, why),)
+
+
+def _more_servers(speed: Speed, num_servers: int | None) -> tuple[Advice, ...]:
+    needed = None if num_servers is None else servers_needed(speed, num_servers)
+    if num_servers is None or needed is None or needed <= num_servers:
+        return ()
+    asking = speed.working_s["asking"]
+    why = (
+        f"asking takes {seconds(asking)} × {num_servers} server(s), and the learner's {seconds(speed.learner_s)} less "
+        f"{seconds(speed.rollouts_s - asking)} of other work are there for it"
+    )
+    return (Advice("rollout.servers", num_servers, str(needed), why),)
+
+
+def _rounds(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
+    num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
+    sentence = (
+        f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
+        f"{summary.num_steps} steps."
+    )
+    if not num_rounds or not speed.steps_s:
+        return Bottleneck(sentence)
+    round_s, step_s = speed.rounds_s / num_rounds, speed.steps_s / summary.num_steps
+    needed = sync_every_steps_needed(round_s, step_s)
+    if knobs.sync_every_steps is not None and needed <= knobs.sync_every_steps:
+        return Bottleneck(sentence)  # the first round alone, in a short run
+    why = (
+        f"a round takes {seconds(round_s)} and a step {seconds(step_s)}; once in {needed} steps that is "
+        f"{ROUNDS_SHARE:.0%}"
+    )
+    knob = "stage2_ab.channel_b.prefetch.sync_every_steps"
+    return Bottleneck(sentence, (Advice(knob, knobs.sync_every_steps, str(needed), why),))
+
+
+def _missing_packs(
+    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
+) -> Iterator[Bottleneck]:
+    missed = summary.skips.get("not_enough_packs", 0)
+    num_stale = int(summary.totals["packs_dropped_stale"] + summary.totals["segments_dropped_stale"])
+    if missed and num_stale:
+        sentence = f"{missed} wanted B steps lacked packs while {num_stale} packs and segments went stale."
+        yield Bottleneck(sentence, _window(knobs, post_steps))
+    elif missed > MISSED_SHARE * summary.num_b_wanted and (speed is None or speed.learner_binds):
+        yield Bottleneck(
+            f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
+            "too slow for this share, or began too late.",
+            _b_ratio(speed, summary, knobs, upwards=False) if speed else (),
+        )
+
+
+def _window(knobs: Knobs, post_steps: PostSteps) -> tuple[Advice, ...]:
+    """A window in which POSTs of such unlike lengths all arrive fresh: arrivals spread over at most its steps."""
+    window, every = knobs.version_window, knobs.sync_every_steps
+    if window is None or every is None or post_steps is None:
+        return ()
+    quick, slow = post_steps
+    why = (
+        f"POSTs take {quick:.1f} to {slow:.1f} steps; arrivals may spread over version_window × sync_every_steps = "
+        f"{window} × {every} steps"
+    )
+    needed = max(window + 1, math.ceil((slow - quick + 1) / every))
+    return (Advice("stage2_ab.channel_b.prefetch.version_window", window, str(needed), why),)

@@ -186,48 +186,6 @@ class AuditLog:
         return self._descriptor
 
 
-def read_audit(path: Path) -> list[Record]:
-    """The records of one file, in the order in which they were written.
-
-    Lines that are no whole record, torn by a crash or a full disk, are dropped.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return read_lines(path)[0]
-
-
-def read_lines(path: Path) -> tuple[list[Record], int]:
-    """The records of one file, and how many lines are none; a last line without its end may still be written.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    records: list[Record] = []
-    num_unreadable = 0
-    with path.open("rb") as file:
-        for line in file:
-            if (record := record_of(line)) is None:
-                num_unreadable += line.endswith(b"\n")
-            elif not is_empty_gap(record):
-                records.append(record)
-    return records, num_unreadable
-
-
-def record_of(line: bytes) -> Record | None:
-    """The record that a line holds; None if it holds none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
-
-
-def is_empty_gap(record: Record) -> bool:
-    """Whether it is the room for a number of lost records, and none is lost."""
-    return record["kind"] == GAP and record.get("records_lost") == 0
-
-
 def to_json(value: Any) -> Any:
     """What JSON can hold of ``value``: numbers that are not finite and unknown objects become text."""
     if value is None or isinstance(value, bool):

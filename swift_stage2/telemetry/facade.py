@@ -18,12 +18,12 @@ from typing import Any
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
-from swift_stage2.telemetry.ledger import Ledger, RunRecord, ledger_path, record_path
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord, ledger_path, matches_path, record_path
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.match_log import MatchLog, matches_path
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
-from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder, StepRecorder, UnusedB
+from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
+from swift_stage2.telemetry.summary import UnusedB
 from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.trace import Trace
 
@@ -76,7 +76,7 @@ class Telemetry:
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
-        self._recorder = StepRecorder(self.counters, self.audit, self.clock, b_enabled=b_enabled)
+        self._told_ns = self.clock.totals_ns()  # by the audit's records of steps
         self._unused_b = UnusedB()
         self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
@@ -110,7 +110,8 @@ class Telemetry:
 
     def record_step(self, facts: StepRecord) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
-        self._recorder.step(facts)
+        self._count_step(facts)
+        self._audit_step(facts)
         self._unused_b.step(facts)
         self.record.step(facts)
         end_ns = self.trace.now_ns()
@@ -125,8 +126,25 @@ class Telemetry:
         self.record.losses(step, losses)
 
     def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
-        """Count one sync round that has ended, on every rank, and how long it waited until it could begin."""
-        self._recorder.round(step, outcome, pending_seconds)
+        """Count one sync round that has ended, on every rank, and how long it waited until it could begin.
+
+        It is committed iff a server was proven.
+        """
+        committed = bool(outcome.proven)
+        self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
+        self.counters.add("sync_servers_failed", len(outcome.failed))
+        self.audit.write(
+            "round",
+            step=step,
+            round_id=outcome.round_id,
+            version=outcome.version,
+            committed=committed,
+            seconds=outcome.seconds,
+            pending_seconds=pending_seconds,
+            canary_seconds=outcome.canary_seconds,
+            export_seconds=outcome.export_seconds,
+            servers=dict(outcome.reports),
+        )
         self._unused_b.round(outcome)
         self._tracker.round(step, outcome)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
@@ -208,7 +226,7 @@ class Telemetry:
         self.clock.load_state_dict(state["activity_ns"])
         self.pipeline.clock.load_state_dict(state.get("pipeline_ns", {}))
         self._window_start = dict(state["window_start"])
-        self._recorder.resumed()
+        self._told_ns = self.clock.totals_ns()  # earlier processes have told of theirs
 
     def close(self) -> None:
         """Write what is left and close every file. May be called again."""
@@ -230,6 +248,46 @@ class Telemetry:
             self.pipeline.clock.end_interval()
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
         self._tell(lambda live: live.close())
+
+    def _count_step(self, facts: StepRecord) -> None:
+        add, gauge, plan = self.counters.add, self.counters.set, facts.plan
+        add("steps")
+        add("b_steps_wanted", int(plan.wanted_b))
+        add("b_steps_run", int(plan.channel == "B"))
+        if plan.skip_reason is not None:
+            add(f"b_steps_skipped/{plan.skip_reason}")
+        add("packs_trained", len(facts.packs))
+        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
+        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
+        add("stage_seconds/plan", facts.plan_seconds)
+        if self._queue_limit is not None:
+            gauge("queue_depth", facts.queue_depth)
+            gauge("ver_current", facts.version)
+            gauge("sync_pending", int(facts.round_pending))
+            gauge("infer_inflight", facts.infer_in_flight)
+            if facts.version_lag is not None:
+                self.counters.raise_to("ver_lag", facts.version_lag)
+
+    def _audit_step(self, facts: StepRecord) -> None:
+        totals = self.clock.totals_ns()
+        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
+        self._told_ns = totals
+        self.audit.write(
+            "step",
+            step=facts.step,
+            channel=facts.plan.channel,
+            wants_b=facts.plan.wanted_b,
+            skip_reason=facts.plan.skip_reason,
+            version=facts.version,
+            version_lag=facts.version_lag,
+            queue_depth=facts.queue_depth,
+            infer_in_flight=facts.infer_in_flight,
+            round_pending=facts.round_pending,
+            plan_seconds=facts.plan_seconds,
+            num_tokens=sum(pack.num_tokens for pack in facts.packs),
+            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
+            activity_ns={activity: ns for activity, ns in spent.items() if ns},
+        )
 
     def _read_gauges(self) -> dict[str, float]:
         if self._queue_limit is not None:

@@ -1,21 +1,25 @@
-"""Keeps every sample's life, ``RUN_DIR/ledger/rankN.jsonl``, and what a replay needs besides, ``RUN_DIR/record/``.
+"""Writes of every sample its life, of every answer what a replay needs, and of a few rows the whole matches.
+
+    RUN_DIR/ledger/rankN.jsonl    ``Ledger``; ``docs/design/ledger.md`` tells what it proves
+    RUN_DIR/record/rankN.jsonl    ``RunRecord``
+    RUN_DIR/matches/rankN.jsonl   ``MatchLog``, for the report's gallery and match drift
 
 Written by the audit's own line writer, so a torn line is stepped over and a full disk leaves a gap record. What
 the sample source tells is written under its lock, so the ledger up to a ``checkpoint`` record and that
-checkpoint's state agree exactly. ``docs/design/ledger.md`` tells what it proves.
+checkpoint's state agree exactly. Rows of matches are chosen by the run's seed and are the same on all ranks and in
+every epoch, so that a row is seen again under later versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Container, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.errors import UserError
-from swift_stage2.records import Pack, Rollout, SampleKey, Segment, StepRecord
-from swift_stage2.telemetry.audit import GAP, AuditLog, Record, is_empty_gap, record_of
-from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
+from swift_stage2.records import IntegerBox, Pack, Rollout, SampleKey, Segment, StepRecord, Target
+from swift_stage2.telemetry.audit import AuditLog
 
 
 class Entry(StrEnum):
@@ -44,9 +48,6 @@ class Entry(StrEnum):
     """The process ended in order; it writes nothing after this."""
     TORN = "torn"
     """Never written: what the reader puts in the place of a line that its process did not come to finish."""
-
-
-_HEAD = b'{"kind":"'  # of every record
 
 
 def ledger_path(run_dir: Path, rank: int) -> Path:
@@ -152,59 +153,6 @@ class Ledger:
         self._log.close(last=Entry.END if self._has_started else None)
 
 
-def read_ledger(path: Path) -> list[Record]:
-    """The records of one file, in the order in which they were written.
-
-    Where a line is none, or has not the form of its kind: ``Entry.TORN`` if it could be the beginning of one, else a
-    gap of one record.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        records = [_parse(line) for line in file if line.strip()]
-    return [record for record in records if not is_empty_gap(record)]
-
-
-def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
-    """Every rank's records, those of the first directory first.
-
-    Raises:
-        UserError: a directory holds no ledger, or one of its files cannot be read.
-    """
-    ledgers: dict[int, list[Record]] = {}
-    for run_dir in run_dirs:
-        paths = sorted((run_dir / "ledger").glob("rank*.jsonl"))
-        if not paths:
-            inside = sorted(str(path.parent) for path in run_dir.glob("v*/ledger"))
-            what = f"{run_dir}" if run_dir.is_dir() else f"{run_dir}, which does not exist"
-            raise UserError(
-                f"a report needs a run's directory with ledger/rank*.jsonl, got {what}; name "
-                + (
-                    " or ".join(inside)
-                    or "swift.output_dir (and in it the folder vN-DATE) of a run that had channel B"
-                )
-                + ", with telemetry.audit: true"
-            )
-        for path in paths:
-            try:
-                ledgers.setdefault(int(path.stem.removeprefix("rank")), []).extend(read_ledger(path))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"a ledger is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"
-                ) from error
-    return ledgers
-
-
-def _parse(line: bytes) -> Record:
-    record = record_of(line)
-    if record is not None and record["kind"] in LEDGER_FORMS and has_form(record, LEDGER_FORMS):
-        return record
-    if record is None and (line.startswith(_HEAD) or _HEAD.startswith(line.rstrip(b"\n"))):
-        return {"kind": str(Entry.TORN)}
-    return {"kind": GAP, "records_lost": 1}
-
-
 def _entries(keys: Sequence[SampleKey]) -> list[list[int]]:
     return [[key.epoch, key.position, key.index, key.attempt] for key in keys]
 
@@ -275,3 +223,66 @@ class RunRecord:
     def close(self) -> None:
         """Close the file; later lines are dropped. May be called again."""
         self._log.close()
+
+
+MOST_BYTES = 64 * 2**20
+_EVALUATED_ROWS = 64
+
+
+def matches_path(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` of a run writes."""
+    return run_dir / "matches" / f"rank{rank}.jsonl"
+
+
+def rows_to_keep(num_rows: int, num_kept: int, seed: int) -> frozenset[int]:
+    """Which rows of the training set are kept, at most ``num_kept``."""
+    return frozenset(random.Random(seed).sample(range(num_rows), min(num_kept, num_rows)))
+
+
+class MatchLog:
+    """One rank's part. Used from the pipeline's thread."""
+
+    def __init__(self, log: AuditLog, rows: Container[int]) -> None:
+        """``rows`` of the training set are kept; of a validation set the first few, if any is."""
+        self._log = log
+        self._rows = rows
+        self._evaluated: Container[int] = range(_EVALUATED_ROWS) if rows else ()
+
+    def training(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        """A rollout became a segment."""
+        if rollout.sample.key.index in self._rows:
+            self._write("training", rollout, target, space)
+
+    def evaluation(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        """A sample of an evaluation was answered."""
+        if rollout.sample.key.index in self._evaluated:
+            self._write("evaluation", rollout, target, space)
+
+    def close(self) -> None:
+        """Close the file; later records are dropped. May be called again."""
+        self._log.close()
+
+    def _write(self, purpose: str, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        match, key = target.match, rollout.sample.key
+        if match is None or space is None or self._log.num_bytes > MOST_BYTES:
+            return
+        self._log.write(
+            "match",
+            purpose=purpose,
+            sample=[key.epoch, key.position, key.index, key.attempt],
+            version=min(span.version for span in rollout.spans),
+            images=rollout.sample.image_paths,
+            space=space,
+            truth=[_object(each) for each in match.truth],
+            predicted=[_object(each) for each in match.predicted],
+            pairs=[[prediction, truth, round(iou, 4)] for prediction, truth, iou in match.pairs],
+            rollout=rollout.text,
+            target=target.text,
+            truncated=rollout.truncated,
+            dropped=target.quality.dropped,
+        )
+
+
+def _object(each: tuple[str, IntegerBox]) -> dict[str, object]:
+    label, box = each
+    return {"label": label, "box": box}

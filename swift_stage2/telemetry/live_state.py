@@ -13,19 +13,20 @@ from itertools import islice
 from pathlib import Path
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
-from swift_stage2.telemetry.audit import Record, audit_path, record_of
+from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.metrics import MergedMetrics
+from swift_stage2.telemetry.reading import AuditTail
 from swift_stage2.telemetry.record_forms import LIVE_FORMS, has_form
 
-_RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seconds
 _NUM_WARNINGS = 3
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
+_OF_A_STEP = ("step", "channel", "skip_reason", "version", "version_lag", "round_pending")
 _RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LastRound:
     """The most recent sync round."""
 
@@ -36,7 +37,7 @@ class LastRound:
     num_servers: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LastEvaluation:
     """The most recent evaluation on the servers that has ended."""
 
@@ -77,17 +78,20 @@ class LiveState:
 
     def after_step(
         self,
+        *,
         step: int,
         channel: str,
         skip_reason: str | None,
         version: int,
         version_lag: int | None,
         round_pending: bool,
+        seconds_per_step: float | None,
     ) -> LiveState:
         """One more step has begun."""
         return replace(
             self,
             step=step + 1,
+            seconds_per_step=seconds_per_step,
             channel=str(channel),
             num_b_run=self.num_b_run + (channel == "B"),
             num_b_skipped=self.num_b_skipped + (skip_reason is not None),
@@ -136,7 +140,7 @@ class _Pace:
 
 
 class LiveTracker:
-    """Holds the present ``LiveState`` and the few sums behind it."""
+    """Holds rank 0's own ``LiveState`` and the few sums behind it."""
 
     def __init__(
         self, total_steps: int, b_enabled: bool = True, now_s: Callable[[], float] = time.monotonic
@@ -148,11 +152,15 @@ class LiveTracker:
 
     def step(self, facts: StepRecord) -> None:
         """Take in one step."""
-        plan = facts.plan
         self.state = self.state.after_step(
-            facts.step, plan.channel, plan.skip_reason, facts.version, facts.version_lag, facts.round_pending
+            step=facts.step,
+            channel=facts.plan.channel,
+            skip_reason=facts.plan.skip_reason,
+            version=facts.version,
+            version_lag=facts.version_lag,
+            round_pending=facts.round_pending,
+            seconds_per_step=self._pace.step(self._now_s()),
         )
-        self.state = replace(self.state, seconds_per_step=self._pace.step(self._now_s()))
 
     def merge(self, merged: MergedMetrics, *, epoch: float | None) -> None:
         """Take in the numbers of all ranks."""
@@ -177,50 +185,20 @@ class LiveTracker:
 
     def round(self, step: int, outcome: RoundOutcome) -> None:
         """Take in a round that has ended."""
-        last = LastRound(
-            step=step,
-            version=outcome.version,
-            seconds=outcome.seconds,
-            num_proven=len(outcome.proven),
-            num_servers=len(outcome.reports),
-        )
+        last = LastRound(step, outcome.version, outcome.seconds, len(outcome.proven), len(outcome.reports))
         self.state = replace(self.state, last_round=last)
 
     def evaluation(self, facts: EvaluationRecord) -> None:
         """Take in an evaluation that has ended."""
         counts = facts.counts
         last = LastEvaluation(
-            version=facts.run.version,
-            end=facts.end,
-            num_answered=counts.num_answered,
-            num_wanted=counts.num_wanted,
-            f1=counts.ratios.get("f1"),
+            facts.run.version, facts.end, counts.num_answered, counts.num_wanted, counts.ratios.get("f1")
         )
         self.state = replace(self.state, last_evaluation=last)
 
     def warning(self, message: str) -> None:
         """Take in a warning."""
         self.state = self.state.with_warning(message)
-
-
-class AuditTail:
-    """One growing JSONL file, read from where the last look ended. The file may appear later."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[Record]:
-        """The records that have become whole since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [record for line in whole.splitlines() if (record := _parse(line)) is not None]
 
 
 class RunProgress:
@@ -296,24 +274,15 @@ class RunProgress:
             self.state = replace(self.state, queue_depths=tuple(self._depths))
         if record["rank"] != 0:
             return
+        told = {name: record[name] for name in _OF_A_STEP}
+        self.state = self.state.after_step(**told, seconds_per_step=self._pace.step(record["time"]))
         self._channels.append(record["channel"])
-        told = ("step", "channel", "skip_reason", "version", "version_lag", "round_pending")
-        self.state = replace(
-            self.state.after_step(*(record[name] for name in told)),
-            seconds_per_step=self._pace.step(record["time"]),
-            channel="".join(self._channels),
-            rollouts_per_s=self._rate(record["time"]),
-        )
+        rate = self._rate(record["time"])
+        self.state = replace(self.state, channel="".join(self._channels), rollouts_per_s=rate)
 
     def _take_round(self, record: Record) -> None:
-        servers = record["servers"].values()
-        last = LastRound(
-            step=record["step"],
-            version=record["version"],
-            seconds=record["seconds"],
-            num_proven=sum(server["proven"] for server in servers),
-            num_servers=len(servers),
-        )
+        proven = [server["proven"] for server in record["servers"].values()]
+        last = LastRound(record["step"], record["version"], record["seconds"], sum(proven), len(proven))
         self.state = replace(self.state, last_round=last)
 
     def _take_warning(self, message: str) -> None:
@@ -329,8 +298,3 @@ class RunProgress:
             batches.popleft()
         since = batches[0][0]  # its own rollouts were made before it
         return sum(count for _, count in islice(batches, 1, None)) / (now - since) if now > since else None
-
-
-def _parse(line: bytes) -> Record | None:
-    record = record_of(line)
-    return record if record is not None and isinstance(record.get("time"), int | float) else None

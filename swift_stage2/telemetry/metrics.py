@@ -64,6 +64,14 @@ class Ratio:
     denominator: tuple[str, ...]
     help: str
 
+    def value(self, totals: Mapping[str, float], before: Mapping[str, float]) -> float | None:
+        """The quotient of what counters have grown by since they stood at ``before``."""
+        numerator, denominator = (
+            sum(totals[name] - before.get(name, 0) for name in names)
+            for names in (self.numerator, self.denominator)
+        )
+        return numerator / denominator if denominator else None
+
 
 def _counter(name: str, help: str, tag: str | None = None, merge: Merge = Merge.SUM) -> Metric:
     return Metric(name, Kind.COUNTER, merge, help, tag)

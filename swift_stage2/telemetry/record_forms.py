@@ -1,7 +1,6 @@
-"""Tells whether a record of ledger, audit or recording has the form of its kind, so that readers may rely on it.
+"""Forms of the records of ledger, audit and recording: the fields that readers rely on; others may be there.
 
-Files are damaged by disks, copies and hands. A record of another form is counted as lost by whoever reads it, and
-never believed. Named are the fields that readers use; others may be there.
+Files are damaged by disks, copies and hands: a record of another form counts as lost and is never believed.
 """
 
 from __future__ import annotations

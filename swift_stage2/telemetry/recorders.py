@@ -1,7 +1,6 @@
-"""Turns what the learner, channel B's pipeline and evaluations report into counters, gauges, records and spans.
+"""Turns what channel B's pipeline and evaluations report into counters, gauges, records and spans.
 
-One recorder each, so that nothing of an evaluation reaches the ledger or the counters of what trains. ``UnusedB``
-says why channel B never ran.
+One recorder each, so that nothing of an evaluation reaches the ledger or the counters of what trains.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from swift_stage2.records import (
     BatchOutcome,
@@ -20,155 +17,16 @@ from swift_stage2.records import (
     MatchQuality,
     Pack,
     Rollout,
-    RoundOutcome,
     RowOrigin,
     SampleKey,
     Segment,
-    StepRecord,
     Target,
 )
-from swift_stage2.telemetry.activity import ActivityClock, IntervalClock, PipelineActivity
+from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger, RunRecord
-from swift_stage2.telemetry.match_log import MatchLog
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord
 from swift_stage2.telemetry.metrics import PREFIX, Counters
 from swift_stage2.telemetry.trace import Trace
-
-_CAUSES = {
-    "not_enough_packs": "packs were not ready in time",
-    "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
-    "servers_suspect": "no proven server was left",
-    "pipeline_failed": "the pipeline had failed",
-}
-_MOST_CHARACTERS = 600  # of a server's error
-
-
-@dataclass(slots=True, kw_only=True)
-class UnusedB:
-    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
-
-    num_wanted: int = 0
-    num_run: int = 0
-    skips: Counter[str] = field(default_factory=Counter)
-    """Causes of wanted steps that did not run."""
-    num_rounds: int = 0
-    num_proven: int = 0
-    """Sync rounds that proved a server."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Of servers that a round did not prove."""
-
-    def step(self, facts: StepRecord) -> None:
-        """Take in one step."""
-        self.num_wanted += facts.plan.wanted_b
-        self.num_run += facts.plan.channel == "B"
-        if facts.plan.skip_reason is not None:
-            self.skips[facts.plan.skip_reason] += 1
-
-    def round(self, outcome: RoundOutcome) -> None:
-        """Take in a sync round that has ended."""
-        self.num_rounds += 1
-        self.num_proven += bool(outcome.proven)
-        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
-
-    def describe(self) -> str:
-        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
-        if self.num_run:
-            return ""
-        cause = ""
-        if self.num_rounds and not self.num_proven:
-            cause = f"none of {self.num_rounds} sync rounds proved a server"
-            if self.errors:
-                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
-        elif self.skips:
-            reason = _most(self.skips)
-            cause = _CAUSES.get(reason, reason)
-        if self.num_wanted:
-            cause = cause or "no cause is recorded"
-            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
-        return cause
-
-
-def _most(counts: Counter[str]) -> str:
-    return max(counts, key=lambda key: counts[key])
-
-
-class StepRecorder:
-    """One rank's side of the learner's events. Without channel B, the gauges of its parts stay unset."""
-
-    def __init__(self, counters: Counters, audit: AuditLog, clock: ActivityClock, *, b_enabled: bool) -> None:
-        self._counters = counters
-        self._audit = audit
-        self._clock = clock
-        self._b_enabled = b_enabled
-        self._told_ns = clock.totals_ns()
-
-    def resumed(self) -> None:
-        """The clock now holds the time of earlier processes, which their own records have told."""
-        self._told_ns = self._clock.totals_ns()
-
-    def step(self, facts: StepRecord) -> None:
-        """One step, when its plan is made."""
-        self._count(facts)
-        if self._b_enabled:
-            self._gauge(facts)
-        totals = self._clock.totals_ns()
-        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
-        self._told_ns = totals
-        self._audit.write(
-            "step",
-            step=facts.step,
-            channel=facts.plan.channel,
-            wants_b=facts.plan.wanted_b,
-            skip_reason=facts.plan.skip_reason,
-            version=facts.version,
-            version_lag=facts.version_lag,
-            queue_depth=facts.queue_depth,
-            infer_in_flight=facts.infer_in_flight,
-            round_pending=facts.round_pending,
-            plan_seconds=facts.plan_seconds,
-            num_tokens=sum(pack.num_tokens for pack in facts.packs),
-            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
-            activity_ns={activity: ns for activity, ns in spent.items() if ns},
-        )
-
-    def round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None:
-        """One sync round that has ended; it is committed iff a server was proven."""
-        committed = bool(outcome.proven)
-        self._counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-        self._counters.add("sync_servers_failed", len(outcome.failed))
-        self._audit.write(
-            "round",
-            step=step,
-            round_id=outcome.round_id,
-            version=outcome.version,
-            committed=committed,
-            seconds=outcome.seconds,
-            pending_seconds=pending_seconds,
-            canary_seconds=outcome.canary_seconds,
-            export_seconds=outcome.export_seconds,
-            servers=dict(outcome.reports),
-        )
-
-    def _count(self, facts: StepRecord) -> None:
-        add, plan = self._counters.add, facts.plan
-        add("steps")
-        add("b_steps_wanted", int(plan.wanted_b))
-        add("b_steps_run", int(plan.channel == "B"))
-        if plan.skip_reason is not None:
-            add(f"b_steps_skipped/{plan.skip_reason}")
-        add("packs_trained", len(facts.packs))
-        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
-        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
-        add("stage_seconds/plan", facts.plan_seconds)
-
-    def _gauge(self, facts: StepRecord) -> None:
-        self._counters.set("queue_depth", facts.queue_depth)
-        self._counters.set("ver_current", facts.version)
-        self._counters.set("sync_pending", int(facts.round_pending))
-        self._counters.set("infer_inflight", facts.infer_in_flight)
-        if facts.version_lag is not None:
-            self._counters.raise_to("ver_lag", facts.version_lag)
-
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
 from swift_stage2.errors import UserError
+from swift_stage2.records import RoundOutcome, StepRecord
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
-from swift_stage2.telemetry.rank_records import RankRecords, read_ranks
+from swift_stage2.telemetry.reading import RankRecords, read_ranks
 
 _DROPS = (
     "packs_dropped_stale",
@@ -119,7 +117,7 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         lag_counts=_lags(ranks),
         totals=totals,
         drops=_drops(totals),
-        ratios=_ratios(totals),
+        ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
         num_rounds_committed=sum(record["committed"] for record in first.rounds),
         num_rounds_failed=sum(not record["committed"] for record in first.rounds),
         round_seconds=_spread([record["seconds"] for record in first.rounds]),
@@ -185,14 +183,6 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
     }
 
 
-def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
-    sums = {
-        ratio.tag: (sum(totals[n] for n in ratio.numerator), sum(totals[n] for n in ratio.denominator))
-        for ratio in RATIOS
-    }
-    return {tag: numerator / denominator for tag, (numerator, denominator) in sums.items() if denominator}
-
-
 def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Spread]:
     durations: dict[str, list[float]] = {
         "canary": [record["canary_seconds"] for record in rounds],
@@ -216,87 +206,61 @@ def _activity(rank: int, metrics: Record) -> RankActivity:
     return RankActivity(rank, seconds, metrics["wall_ns"] / NANOSECONDS)
 
 
-def summary_table(summary: RunSummary) -> RenderableType:
-    """Every answer of the summary; tables without rows are left out."""
-    return Group(*(table for table in _tables(summary) if table.row_count))
+_CAUSES = {
+    "not_enough_packs": "packs were not ready in time",
+    "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
+    "servers_suspect": "no proven server was left",
+    "pipeline_failed": "the pipeline had failed",
+}
 
 
-def _tables(summary: RunSummary) -> Iterator[Table]:
-    yield _pairs("Steps", _steps(summary))
-    lags = {f"{lag} behind the learner": f"{n} packs" for lag, n in summary.lag_counts.items()}
-    yield _pairs("Version lag of trained packs", lags)
-    yield _pairs("Dropped or failed, by cause", {cause: str(count) for cause, count in summary.drops.items()})
-    yield _pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()})
-    yield _pairs("Sync rounds", _rounds(summary))
-    yield _round_times(summary)
-    yield _activities(summary)
+_MOST_CHARACTERS = 600  # of a server's error
 
 
-def _steps(summary: RunSummary) -> dict[str, str]:
-    rows = {
-        "optimizer steps": str(summary.num_steps),
-        "B wanted": str(summary.num_b_wanted),
-        "B run": f"{summary.num_b_run}{_share(summary.num_b_run, summary.num_b_wanted)}",
-    }
-    rows["B skipped"] = str(sum(summary.skips.values()))
-    rows |= {f"B skipped: {reason}": str(count) for reason, count in summary.skips.items()}
-    if summary.num_disagreements:
-        rows["plans that differ between ranks"] = str(summary.num_disagreements)
-    if summary.num_records_lost:
-        rows["audit records lost (full disk or damaged file)"] = str(summary.num_records_lost)
-    if summary.missing_ranks:
-        rows["ranks whose audit is missing"] = ", ".join(map(str, summary.missing_ranks))
-    return rows
+@dataclass(slots=True, kw_only=True)
+class UnusedB:
+    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
+
+    num_wanted: int = 0
+    num_run: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    """Causes of wanted steps that did not run."""
+    num_rounds: int = 0
+    num_proven: int = 0
+    """Sync rounds that proved a server."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Of servers that a round did not prove."""
+
+    def step(self, facts: StepRecord) -> None:
+        """Take in one step."""
+        self.num_wanted += facts.plan.wanted_b
+        self.num_run += facts.plan.channel == "B"
+        if facts.plan.skip_reason is not None:
+            self.skips[facts.plan.skip_reason] += 1
+
+    def round(self, outcome: RoundOutcome) -> None:
+        """Take in a sync round that has ended."""
+        self.num_rounds += 1
+        self.num_proven += bool(outcome.proven)
+        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
+
+    def describe(self) -> str:
+        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
+        if self.num_run:
+            return ""
+        cause = ""
+        if self.num_rounds and not self.num_proven:
+            cause = f"none of {self.num_rounds} sync rounds proved a server"
+            if self.errors:
+                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
+        elif self.skips:
+            reason = _most(self.skips)
+            cause = _CAUSES.get(reason, reason)
+        if self.num_wanted:
+            cause = cause or "no cause is recorded"
+            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
+        return cause
 
 
-def _rounds(summary: RunSummary) -> dict[str, str]:
-    if not summary.num_rounds_committed + summary.num_rounds_failed:
-        return {}
-    rows = {"committed": str(summary.num_rounds_committed), "failed": str(summary.num_rounds_failed)}
-    rows |= {f"servers proven by {kind}": str(count) for kind, count in summary.proofs.items()}
-    return rows | {f"server failed: {error}": str(count) for error, count in summary.server_errors.items()}
-
-
-def _round_times(summary: RunSummary) -> Table:
-    table = Table(title="Sync round, seconds by phase", title_justify="left")
-    for heading in ("phase", "times", "median", "longest", "total"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right", overflow="fold")
-    phases: dict[str, Spread] = dict(summary.phase_seconds)
-    if summary.round_seconds is not None:
-        phases["whole round"] = summary.round_seconds
-    for phase, spread in phases.items():
-        numbers = (spread.median_s, spread.max_s, spread.total_s)
-        table.add_row(phase, str(spread.num), *(f"{seconds:.3f}" for seconds in numbers))
-    return table
-
-
-def _activities(summary: RunSummary) -> Table:
-    table = Table(title="Main thread, seconds by activity", title_justify="left")
-    table.add_column("rank", justify="right")
-    spent = (name for rank in summary.activity for name, seconds in rank.seconds.items() if seconds)
-    names = list(dict.fromkeys(spent))
-    for name in (*names, "wall"):
-        table.add_column(name, justify="right", overflow="fold")
-    for rank in summary.activity:
-        table.add_row(
-            str(rank.rank),
-            *(
-                f"{rank.seconds.get(name, 0):.2f}{_share(rank.seconds.get(name, 0), rank.wall_s)}"
-                for name in names
-            ),
-            f"{rank.wall_s:.2f}",
-        )
-    return table
-
-
-def _pairs(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _share(part: float, whole: float) -> str:
-    return f" ({part / whole:.0%})" if whole else ""
+def _most(counts: Counter[str]) -> str:
+    return max(counts, key=lambda key: counts[key])

@@ -32,7 +32,6 @@ from swift_stage2.telemetry.metrics import (
     RATIOS,
     STAGES,
     MergedMetrics,
-    Ratio,
 )
 
 Charts = dict[str, Sequence[str]]
@@ -98,14 +97,17 @@ def layout_summary() -> Summary:
 
 def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
     """Every scalar of one logging step. ``window_start`` holds the counters at the one before."""
+    # Stages that this run's pipeline does not time one by one would be lines at zero.
+    used = {
+        name: value for name, value in merged.values.items() if value or not name.startswith("stage_seconds/")
+    }
     scalars = {
-        PREFIX + metric.tag: float(merged.values[metric.name])
+        PREFIX + metric.tag: float(used[metric.name])
         for metric in METRICS
-        if metric.tag is not None and metric.name in merged.values and _is_used(metric.name, merged)
+        if metric.tag is not None and metric.name in used
     }
     for ratio in RATIOS:
-        value = _ratio(ratio, merged.values, window_start)
-        if value is not None:
+        if (value := ratio.value(merged.values, window_start)) is not None:
             scalars[PREFIX + ratio.tag] = value
     return scalars | _schedule(merged.values) | _activities(merged.activity_ns)
 
@@ -117,19 +119,6 @@ def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
         f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),
         f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason == "not_enough_packs"),
     }
-
-
-def _is_used(name: str, merged: MergedMetrics) -> bool:
-    """Stages that this run's pipeline does not time one by one would be lines at zero."""
-    return not name.startswith("stage_seconds/") or merged.values[name] > 0
-
-
-def _ratio(ratio: Ratio, values: Mapping[str, float], window_start: Mapping[str, float]) -> float | None:
-    numerator, denominator = (
-        sum(values[name] - window_start.get(name, 0) for name in names)
-        for names in (ratio.numerator, ratio.denominator)
-    )
-    return numerator / denominator if denominator else None
 
 
 def _schedule(values: Mapping[str, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -185,17 +185,14 @@ def align_clocks(
     return ClockOffset(offset_ns, uncertainty_ns)
 
 
-def trace_files(run_dir: Path) -> list[Path]:
-    """What the ranks of a run wrote, by rank; empty without ``telemetry.trace``, and until the run has ended."""
-    return sorted(run_dir.glob("trace/rank*.json"), key=lambda path: (len(path.name), path.name))
-
-
-def merge_traces(files: Sequence[Path]) -> dict[str, Any]:
-    """One Chrome trace of all.
+def merge_traces(run_dir: Path) -> Path | None:
+    """Writes one Chrome trace of what a run's ranks traced to ``run_dir/trace.json``; None where none did, or yet.
 
     Raises:
         UserError: a file is no trace of a rank.
+        OSError: it cannot be written.
     """
+    files = sorted(run_dir.glob("trace/rank*.json"), key=lambda path: (len(path.name), path.name))
     events: list[Any] = []
     about: dict[str, Any] = {}
     for path in files:
@@ -208,13 +205,7 @@ def merge_traces(files: Sequence[Path]) -> dict[str, Any]:
                 f"a trace of a rank must be whole, got path={path}: {type(error).__name__}: {error}; "
                 "remove it, the others will do"
             ) from error
-    return {"traceEvents": events, "otherData": about}
-
-
-def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Writes it whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_whole(path, json.dumps(trace))
+    if not files:
+        return None
+    write_whole(run_dir / "trace.json", json.dumps({"traceEvents": events, "otherData": about}))
+    return run_dir / "trace.json"

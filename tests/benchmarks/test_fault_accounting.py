@@ -17,8 +17,8 @@ from benchmarks.faults.accounting import (
     pause,
     report,
 )
-from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.reading import read_ledgers
 
 NO_SAMPLES = RunAccount(ranks=(), violations=())
 

@@ -29,9 +29,9 @@ from benchmarks.faults.soak_report import (
     parts_of,
     trends_of,
 )
-from swift_stage2.telemetry.audit import AuditLog, read_audit
-from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.reading import read_audit, read_ledgers
 
 _NOTHING = RunAccount(ranks=(), violations=())
 

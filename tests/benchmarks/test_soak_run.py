@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.telemetry.audit import audit_path, read_audit
+from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.reading import read_audit
 
 pytestmark = pytest.mark.timeout(420)
 _DEADLINE_S = 400

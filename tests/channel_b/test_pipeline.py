@@ -49,8 +49,9 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger, read_ledger
+from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.telemetry.reading import read_ledger
 
 PATIENCE_S = 20.0
 WINDOW = 2

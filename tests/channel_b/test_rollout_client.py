@@ -34,7 +34,8 @@ from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger, read_ledger
+from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.reading import read_ledger
 
 PATIENCE_S = 20.0
 KEY = "sk-very-secret-0123456789"

@@ -11,7 +11,7 @@ from real_model import read_rows
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.reading import read_ledgers
 
 pytestmark = pytest.mark.timeout(600)
 

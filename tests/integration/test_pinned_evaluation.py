@@ -14,7 +14,7 @@ from torchrun_job import LearnerRun, Server, run_learner, write_config
 from swift_stage2.cli import main
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.telemetry.ledger import read_ledgers
+from swift_stage2.telemetry.reading import read_ledgers
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from torchrun_job import LearnerRun, Server, run_learner, run_replay, write_config
 
-from swift_stage2.telemetry.ledger import ledger_path, read_ledger, record_path
+from swift_stage2.telemetry.ledger import ledger_path, record_path
+from swift_stage2.telemetry.reading import read_ledger
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,10 +11,9 @@ import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.telemetry.audit import read_audit
-from swift_stage2.telemetry.ledger import Entry, ledger_path, read_ledger, read_ledgers
+from swift_stage2.telemetry.ledger import Entry, ledger_path, matches_path
 from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.match_log import matches_path
+from swift_stage2.telemetry.reading import read_audit, read_ledger, read_ledgers
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.report.fill import fill_advice
+from swift_stage2.report.steps import fill_advice
 
 
 def told(fills: list[float], **changes: Any) -> str:

@@ -17,10 +17,10 @@ from small_disk import SmallDisk
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.records import RowOrigin, SampleKey
-from swift_stage2.report.account import account_section
 from swift_stage2.report.content import Table
+from swift_stage2.report.samples import account_section
 from swift_stage2.telemetry.audit import AuditLog, audit_path
-from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.reading import RankRecords
 
 
 @pytest.fixture

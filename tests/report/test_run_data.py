@@ -11,7 +11,7 @@ from swift_stage2.report.content import MOST_POINTS, sampled, thinned
 from swift_stage2.report.matches import matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.speed import trained_steps, works_of
-from swift_stage2.telemetry.rank_records import RankRecords
+from swift_stage2.telemetry.reading import RankRecords
 
 
 def first(run_dir: Path) -> RankRecords:

@@ -11,15 +11,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_stage2.report.advice import (
-    ROUNDS_SHARE,
-    Knobs,
-    PostSteps,
-    bottlenecks,
-    servers_needed,
-    sustained_b_ratio,
-    sync_every_steps_needed,
-)
 from swift_stage2.report.content import Headline, Sentence
 from swift_stage2.report.speed import (
     FEWEST_QUIET,
@@ -31,7 +22,16 @@ from swift_stage2.report.speed import (
     paces_of,
     slowest,
 )
-from swift_stage2.report.verdict import verdict_section
+from swift_stage2.report.verdict import (
+    ROUNDS_SHARE,
+    Knobs,
+    PostSteps,
+    bottlenecks,
+    servers_needed,
+    sustained_b_ratio,
+    sync_every_steps_needed,
+    verdict_section,
+)
 from swift_stage2.telemetry.summary import RunSummary, summary_of
 
 KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)

@@ -15,8 +15,9 @@ import pytest
 from ledger_run import LedgerRun
 from small_disk import SmallDisk
 
-from swift_stage2.telemetry.audit import GAP, AuditLog, audit_path, read_audit
+from swift_stage2.telemetry.audit import GAP, AuditLog, audit_path
 from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.telemetry.reading import read_audit
 
 
 class Colour(StrEnum):

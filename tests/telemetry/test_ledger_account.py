@@ -13,9 +13,10 @@ from ledger_run import LedgerRun, again
 
 from swift_stage2.channel_b.sample_events import ReturnReason
 from swift_stage2.records import SampleKey
-from swift_stage2.telemetry.audit import AuditLog, Record, read_audit
-from swift_stage2.telemetry.ledger import Ledger, read_ledger
+from swift_stage2.telemetry.audit import AuditLog, Record
+from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
+from swift_stage2.telemetry.reading import read_audit, read_ledger
 
 Spoil = Callable[[list[Record]], Any]
 

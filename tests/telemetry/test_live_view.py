@@ -17,16 +17,10 @@ from terminal import Terminal
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.audit import AuditLog, audit_path
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_state import (
-    AuditTail,
-    LastEvaluation,
-    LastRound,
-    LiveState,
-    LiveTracker,
-    RunProgress,
-)
+from swift_stage2.telemetry.live_state import LastEvaluation, LastRound, LiveState, LiveTracker, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
 from swift_stage2.telemetry.metrics import Counters, MergedMetrics
+from swift_stage2.telemetry.reading import AuditTail
 
 STATE = LiveState(
     step=120,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from swift_stage2.records import MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry import match_log
-from swift_stage2.telemetry.audit import AuditLog, read_audit
-from swift_stage2.telemetry.match_log import MatchLog, matches_path, rows_to_keep
+from swift_stage2.telemetry import ledger
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.ledger import MatchLog, matches_path, rows_to_keep
+from swift_stage2.telemetry.reading import read_audit
 
 QUALITY = MatchQuality(1, 2, 1, 0.75, 0, 1, {"invalid_box": 2})
 MATCH = ObjectMatch(
@@ -91,7 +92,7 @@ def test_what_has_no_boxes_or_no_image_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match_log, "MOST_BYTES", 2000)
+    monkeypatch.setattr(ledger, "MOST_BYTES", 2000)
     log = log_in(tmp_path, {5})
     for _ in range(100):
         log.training(rollout(5), target(), (1, 1))

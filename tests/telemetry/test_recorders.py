@@ -13,11 +13,11 @@ from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.audit import AuditLog, read_audit
+from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import Ledger, RunRecord
-from swift_stage2.telemetry.match_log import MatchLog
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord
 from swift_stage2.telemetry.metrics import Counters
+from swift_stage2.telemetry.reading import read_audit
 from swift_stage2.telemetry.recorders import PipelineRecorder
 from swift_stage2.telemetry.trace import Trace
 

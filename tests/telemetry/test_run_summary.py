@@ -9,9 +9,10 @@ from rich.console import Console
 from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
 
 from swift_stage2.errors import UserError
+from swift_stage2.report.terminal import summary_table
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.summary import RunSummary, summarise, summary_table
+from swift_stage2.telemetry.summary import RunSummary, summarise
 
 
 def start(run_dir: Path, rank: int = 0, world_size: int = 1) -> Telemetry:

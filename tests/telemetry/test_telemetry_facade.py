@@ -15,9 +15,9 @@ from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecor
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity, PipelineActivity
-from swift_stage2.telemetry.audit import read_audit
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.telemetry.reading import read_audit
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit

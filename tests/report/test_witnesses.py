@@ -6,8 +6,10 @@ from pathlib import Path
 
 from ledger_run import LedgerRun
 
+from swift_stage2.report.run_data import Checkpoint, Witness, doubts_of
+from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger_account import Checkpoint, RunAccount, Witness, account_of
+from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 
 
 def _run(directory: Path) -> LedgerRun:
@@ -21,7 +23,11 @@ def _run(directory: Path) -> LedgerRun:
 
 def _account(run: LedgerRun, witness: Witness, *, without: int = 0) -> RunAccount:
     records = run.records()
-    return account_of({0: records[: len(records) - without]}, {0: witness})
+    return _compared(records[: len(records) - without], witness)
+
+
+def _compared(records: list[Record], witness: Witness) -> RunAccount:
+    return account_of({0: records}, doubts_of({0: witness}, {0: records}))
 
 
 def test_witnesses_that_agree_leave_the_proof(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_a_ledger_of_an_earlier_release_tells_no_end(tmp_path: Path) -> None:
         for record in _run(tmp_path).records()
         if record["kind"] != Entry.END
     ]
-    assert account_of({0: records}, {0: Witness(ended_run="run")}).is_balanced
+    assert _compared(records, Witness(ended_run="run")).is_balanced
 
 
 def test_a_checkpoint_on_disk_must_be_told_of_and_hold_the_same(tmp_path: Path) -> None:
@@ -73,4 +79,4 @@ def test_a_checkpoint_that_the_run_began_with_is_elsewheres(tmp_path: Path) -> N
     run = LedgerRun(tmp_path / "b", num_rows=20, run_id="b", state=first.save("s1"))
     run.train_drawn(2)
     begun = Checkpoint("checkpoint-1", 1, "s1", {})
-    assert account_of({0: run.records()}, {0: Witness(checkpoints=[begun])}).is_balanced
+    assert _compared(run.records(), Witness(checkpoints=[begun])).is_balanced
