@@ -20,9 +20,14 @@ from swift_stage2.channel_b.answer_format import (
     standard_format,
 )
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect
-from swift_stage2.channel_b.ground_truth import TrueObjects, lists_objects, read_ground_truth
 from swift_stage2.channel_b.matching import MatchResult, match_objects
-from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
+from swift_stage2.channel_b.parsing import (
+    ParsedRollout,
+    TrueObjects,
+    lists_objects,
+    parse_rollout,
+    read_ground_truth,
+)
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
 from swift_stage2.config import Stage2Config

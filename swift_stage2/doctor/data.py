@@ -11,8 +11,7 @@ import torch
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.packing import select_pack
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.sample_source import RowOrigins, usable_rows
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.dataset.files import local_files

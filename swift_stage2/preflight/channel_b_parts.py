@@ -12,8 +12,7 @@ from swift_stage2.channel_b import detection as detection  # registers the task 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config

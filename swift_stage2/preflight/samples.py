@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, SampleError

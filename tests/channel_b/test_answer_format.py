@@ -271,7 +271,7 @@ def test_placeholders_are_filled_in_turn() -> None:
 
 def test_formats_are_learned_without_torch() -> None:
     code = (
-        "import sys, swift_stage2.channel_b.answer_format, swift_stage2.channel_b.ground_truth;"
+        "import sys, swift_stage2.channel_b.answer_format, swift_stage2.channel_b.parsing;"
         "assert not {'torch', 'numpy', 'swift', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

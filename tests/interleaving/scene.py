@@ -28,7 +28,6 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig
@@ -117,12 +116,16 @@ def _preprocessor(encoder: StubEncoder) -> ThreadPreprocessor:
     return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
 
 
-class EvaluationEvents(Unrecorded):
+class EvaluationEvents:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         self._ledger.counts["evaluation posts"] += 1
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
     def given_up(self, index: int, message: str) -> None:
         self._ledger.counts["evaluation rows given up"] += 1

@@ -14,6 +14,6 @@ The pipeline calls ``RolloutClient.generate``.
 """
 
 from swift_stage2.channel_b.rollout_client.client import RolloutClient
-from swift_stage2.channel_b.rollout_client.terms import Terms
+from swift_stage2.channel_b.rollout_client.terms import PostEvents, Terms
 
-__all__ = ["RolloutClient", "Terms"]
+__all__ = ["PostEvents", "RolloutClient", "Terms"]

@@ -19,8 +19,7 @@ from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
 from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
 from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
 from swift_stage2.channel_b.rollout_client.share import merge_shares
-from swift_stage2.channel_b.rollout_client.terms import Terms
-from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
+from swift_stage2.channel_b.rollout_client.terms import PostEvents, Terms
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.fence import InferFence
@@ -86,7 +85,7 @@ class RolloutClient:
             is_lost=is_lost,
             watch_post=watch_post,
         )
-        self._terms = Terms(decoding, events or Unrecorded())
+        self._terms = Terms(decoding, events)
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
         self._paces = dict.fromkeys(urls, ServerPace())

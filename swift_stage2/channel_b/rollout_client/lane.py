@@ -148,16 +148,17 @@ class ServerLane:
         seed = self._settings.seeds.next_seed(leader.key)
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
         keys = [share.samples[number].key for number in piece.indices]
-        if keys:
-            share.terms.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
+        events = share.terms.events if keys else None
+        if events is not None:
+            events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
         started = time.monotonic()
         with self._settings.watch_post():
             result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
         post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
         share.num_posts += 1
         result = self._doubt(result, ticket.version)
-        if keys:
-            share.terms.events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
+        if events is not None:
+            events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
             if all(completion.finish_reason != "abort" for completion in result.completions):
