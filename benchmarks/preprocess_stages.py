@@ -30,8 +30,8 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.packing_line import make_pack
 from swift_stage2.channel_b.parsing import parse_rollout, read_ground_truth
+from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.config import MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1

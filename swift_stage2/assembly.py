@@ -21,8 +21,7 @@ from torch import nn
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import ProcessPreprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows

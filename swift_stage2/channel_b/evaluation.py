@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.rollout_client import PostEvents, RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
 from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import DecodingConfig

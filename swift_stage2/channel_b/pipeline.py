@@ -18,11 +18,15 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
-from swift_stage2.channel_b.prompt_mismatch import MismatchTally, misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollout_client.trust import (
+    PERMUTED,
+    MismatchTally,
+    misreading_servers,
+    permuting_servers,
+)
 from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST

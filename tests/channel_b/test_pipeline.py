@@ -24,9 +24,9 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.prompt_mismatch import MANY_GIVEN_UP
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
+from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown

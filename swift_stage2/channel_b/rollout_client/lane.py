@@ -9,28 +9,121 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan
-from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
-from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
-from swift_stage2.channel_b.rollout_client.terms import Terms
+from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan, SeedLedger
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
-from swift_stage2.records import PostFailure, Sample
-from swift_stage2.servers.protocol import request_config
+from swift_stage2.records import PostFailure, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.servers.protocol import Completion, request_config
 
 logger = logging.getLogger(__name__)
+
+Request = Mapping[str, Any]
 
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
 _BUSY_PAUSE_S = 1.0
+
+
+class PostEvents(Protocol):
+    """Hears of every POST that asks for samples, on the thread of its lane."""
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None: ...
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the POSTs of one batch have in common."""
+
+    decoding: DecodingConfig
+    events: PostEvents | None = None
+    only_version: int | None = None
+    """Nothing is asked under another version; the samples return instead. None: any version will do."""
+
+
+class TimeBudget:
+    """Seconds that pass only while nobody waits for a ticket."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What passes inside is not counted."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end += time.monotonic() - started
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What the rollouts of one POST have in common."""
+
+    server: str
+    seed: int
+    version: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Share:
+    """Samples and their requests by number, the plan over these numbers, and what has come of them so far."""
+
+    samples: Sequence[Sample]
+    requests: Sequence[Request]
+    terms: Terms
+    plan: RequestPlan
+    budget: TimeBudget
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    aborted: dict[int, Rollout] = field(default_factory=dict)
+    failures: list[PostFailure] = field(default_factory=list)
+    num_abandoned: int = 0
+    num_posts: int = 0
+    num_answered: int = 0
+    """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
+    answered_s: float = 0.0
+
+    def keep(self, number: int, completion: Completion, post: Post) -> None:
+        """Turns a completion into the rollout of its sample; an aborted one leaves the sample to return."""
+        kept = self.aborted if completion.finish_reason == "abort" else self.rollouts
+        kept[number] = Rollout(
+            sample=self.samples[number],
+            text=completion.text,
+            token_ids=completion.token_ids,
+            prompt_token_ids=completion.prompt_token_ids,
+            truncated=completion.finish_reason == "length",
+            seed=post.seed if completion.seed is None else completion.seed,
+            server=post.server,
+            spans=(VersionSpan(post.version, 0, len(completion.token_ids)),),
+            log_probs=completion.log_probs,
+            seconds=post.seconds,
+        )
+
+    def may_be_of(self, version: int) -> bool:
+        """Whether its terms let it be asked under ``version``."""
+        return self.terms.only_version in (None, version)
+
+    @property
+    def resolved(self) -> list[Sample]:
+        """Samples that have their rollout or are quarantined."""
+        return [self.samples[number] for number in (*self.rollouts, *self.plan.quarantined)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
