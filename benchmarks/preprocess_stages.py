@@ -118,7 +118,7 @@ class Bench:
                     [found.box for found in parsed.objects], [box for _, box in truth], **_matching_options()
                 )
             with _adding_to(spent, "target"):
-                order = order_ground_truth(match, len(truth))
+                order = order_ground_truth(match.pairs, len(truth))
                 matched = {number for _, number in match.pairs}
                 rendered = render_target(
                     [truth[number] for number in order],

@@ -339,7 +339,7 @@ def _build_channel_b(
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
         version_window=prefetch.version_window,
-        evaluation=evaluation.part if evaluation is not None else None,
+        ask_evaluation=evaluation.part.ask if evaluation is not None else None,
     )
     pipelines.append(pipeline)
     sync = WeightSync(

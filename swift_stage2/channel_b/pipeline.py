@@ -12,11 +12,11 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from swift_stage2.channel_b.evaluation import RankEvaluation
+from swift_stage2.channel_b.image_files import num_pixels
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
@@ -28,7 +28,6 @@ from swift_stage2.channel_b.rollout_client.trust import (
     permuting_servers,
 )
 from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
-from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.process.watches import Standing
@@ -125,8 +124,9 @@ class Pipeline:
         redraw_dropped: bool,
         max_attempts: int,
         version_window: int,
-        evaluation: RankEvaluation | None = None,
+        ask_evaluation: Callable[[int], bool] | None = None,
     ) -> None:
+        """``ask_evaluation`` asks for at most so many prompts of an evaluation; False when nothing came of it."""
         self._source = source
         self._client = client
         self._make_request = make_request
@@ -141,7 +141,7 @@ class Pipeline:
         self._redraw_dropped = redraw_dropped
         self._max_attempts = max_attempts
         self._version_window = version_window
-        self._evaluation = evaluation
+        self._ask_evaluation = ask_evaluation
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
@@ -214,11 +214,11 @@ class Pipeline:
             return False
         if num_samples := self._num_samples_wanted(view):
             return self._produce(num_samples)
-        if self._evaluation is None:
+        if self._ask_evaluation is None:
             return False
         # Training comes first: an evaluation has what production leaves, one batch at a time.
         self._go_on_to(PipelineActivity.EVALUATING, "asks servers for an evaluation")
-        return self._evaluation.ask(view.max_prompts)
+        return self._ask_evaluation(view.max_prompts)
 
     def _num_samples_wanted(self, view: StepView) -> int:
         if view.paused and self._last_version_asked == self._clock.current:
@@ -265,7 +265,8 @@ class Pipeline:
             return False
         self._events.read(
             [sample.key for sample in samples],
-            num_objects=[num_objects(sample) for sample in samples],
+            # 1 of a task whose truth has no length
+            num_objects=[len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples],
             num_pixels=[num_pixels(request) for request in requests],
         )
         self._last_version_asked = self._clock.current

@@ -21,7 +21,6 @@ from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
@@ -30,6 +29,7 @@ from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.evaluation import RankEvaluation
 from swift_stage2.records import (
     BatchOutcome,
     Pack,
@@ -280,7 +280,7 @@ def make_bench(
             ),
             events=events,
             version_window=WINDOW,
-            evaluation=evaluation,
+            ask_evaluation=evaluation.ask,
             **(settings | changes),
         )
         pipelines.append(pipeline)

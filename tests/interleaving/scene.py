@@ -23,7 +23,6 @@ from interleaving.virtual_servers import Fate, Network, VirtualServer, VirtualTr
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
 from swift_stage2.channel_b.encoding import PromptEncoding
-from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -32,7 +31,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
-from swift_stage2.evaluation import PinnedEvaluation
+from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import BatchOutcome, MatchQuality, Pack, Rollout, Sample, SampleKey, Segment, Target
@@ -429,7 +428,7 @@ class Scene:
             redraw_dropped=setting.redraw_dropped,
             max_attempts=setting.max_attempts,
             version_window=setting.version_window,
-            evaluation=evaluation.part if evaluation is not None else None,
+            ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         )
         pipelines.append(pipeline)
         self._watch_production(rank, pipeline)

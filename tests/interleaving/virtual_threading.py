@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 from interleaving.scheduler import Scheduler, Strand
 
-from swift_stage2 import fence, learner
-from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_source
+from swift_stage2 import evaluation, fence, learner
+from swift_stage2.channel_b import pipeline, ready_queue, sample_source
 from swift_stage2.channel_b.rollout_client import client, lane, plan, trust
 from swift_stage2.scheduling import version_clock
 from swift_stage2.servers import call as server_call
