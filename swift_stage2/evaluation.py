@@ -12,10 +12,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
-from swift_stage2.channel_b.rollout_client import PostEvents, RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
@@ -33,18 +33,11 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
+from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
 # No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
 _EPOCH = 2**31 - 1
-
-
-class EvaluationEvents(PostEvents, Protocol):
-    """Where this rank's part reports; implemented by the telemetry side."""
-
-    def given_up(self, index: int, message: str) -> None: ...
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +70,7 @@ class RankEvaluation:
         make_request: Callable[[Sample], dict[str, Any]],
         preprocessor: Preprocessor,
         decoding: DecodingConfig,
-        events: EvaluationEvents,
+        events: EvaluationRecorder,
         usable: Sequence[int] | None = None,
     ) -> None:
         """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
@@ -284,7 +277,7 @@ def make_evaluation(
     make_request: Callable[[Sample], dict[str, Any]],
     preprocessor: Preprocessor,
     control: ControlGroup,
-    events: EvaluationEvents,
+    events: EvaluationRecorder,
     record: Callable[[EvaluationRecord], None],
     last_step: int,
 ) -> PinnedEvaluation | None:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swift_stage2.channel_b.image_files import num_pixels
 from swift_stage2.channel_b.packing import decide_pack
@@ -36,11 +36,9 @@ from swift_stage2.records import (
     Pack,
     QuarantineReason,
     Rollout,
-    RowOrigin,
     Sample,
     SampleKey,
     Segment,
-    Target,
 )
 from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer
@@ -48,6 +46,7 @@ from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -80,30 +79,6 @@ class StepView:
     paused: bool
 
 
-class PipelineEvents(Protocol):
-    """Where the pipeline reports what happened; implemented by the telemetry side."""
-
-    def read(
-        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
-    ) -> None: ...
-
-    def batch(self, outcome: BatchOutcome, seconds: float) -> None: ...
-
-    def enter(self, activity: PipelineActivity) -> None: ...
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
-
-    def segment(self, segment: Segment, seconds: float) -> None: ...
-
-    def pack(self, pack: Pack, seconds: float) -> None: ...
-
-    def dropped(self, pack: Pack, reason: str) -> None: ...
-
-    def stale_segment(self, segment: Segment) -> None: ...
-
-    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None: ...
-
-
 class Pipeline:
     """One rank's channel-B producer. ``start`` and ``stop`` bound its thread's life."""
 
@@ -118,7 +93,7 @@ class Pipeline:
         clock: VersionClock,
         pacer: Pacer,
         guard: TruncationGuard,
-        events: PipelineEvents,
+        events: PipelineRecorder,
         packing_length: int,
         packing_min_fill_ratio: float,
         redraw_dropped: bool,

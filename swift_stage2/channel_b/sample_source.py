@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -58,34 +60,6 @@ class ReturnReason(StrEnum):
         return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
 
 
-class SampleEvents(Protocol):
-    """Hears of every change of what a rank's stream holds, under the source's lock: brief, and never raising."""
-
-    def drawn(self, keys: Sequence[SampleKey]) -> None: ...
-
-    def returned(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None: ...
-
-    def trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None: ...
-
-    def quarantined(self, key: SampleKey, reason: str, message: str) -> None: ...
-
-    def checkpoint(self, *, step: int, save_id: str, state: Mapping[str, Any]) -> None: ...
-
-
-class Unrecorded:
-    """Keeps nothing: for a stream whose samples nobody will train."""
-
-    def drawn(self, keys: Sequence[SampleKey]) -> None: ...
-
-    def returned(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None: ...
-
-    def trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None: ...
-
-    def quarantined(self, key: SampleKey, reason: str, message: str) -> None: ...
-
-    def checkpoint(self, *, step: int, save_id: str, state: Mapping[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One draw: a sample, or the reason why the row behind the key cannot be used."""
@@ -111,7 +85,7 @@ class SampleSource:
         rank: int,
         world_size: int,
         seed: int,
-        events: SampleEvents | None = None,
+        events: Ledger | None = None,
         usable: Sequence[int] | None = None,
         origins: RowOrigins | None = None,
     ) -> None:
@@ -132,7 +106,7 @@ class SampleSource:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._events = events or Unrecorded()
+        self._events = events or Ledger(AuditLog(None))
         self._origins = origins or RowOrigins()
         self._lock = threading.Lock()
         self._epoch = 0
