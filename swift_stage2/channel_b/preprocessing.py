@@ -116,27 +116,21 @@ class Preprocessor(Protocol):
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
         """What becomes of each rollout, in their order. Segments wait here until ``pack`` or ``forget``."""
-        ...
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         """Each rollout against its ground truth, in their order; nothing is kept."""
-        ...
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         """Prepared segments as one batch, in the order given."""
-        ...
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """These will not be packed."""
-        ...
 
     def interrupt(self) -> None:
         """Whatever is asked now, or later, need not be answered; from any thread."""
-        ...
 
     def close(self) -> None:
         """Gives everything back; nobody asks any more. May be called again."""
-        ...
 
 
 class ThreadPreprocessor:
@@ -190,7 +184,10 @@ class ThreadPreprocessor:
 
 
 class ProcessPreprocessor:
-    """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``."""
+    """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``.
+
+    All that asks it raises ``PreprocessorLost`` when it failed, ended or does not answer.
+    """
 
     def __init__(self, encoder: Encoder, task: Task, *, packing_length: int, trace: Trace) -> None:
         """Raises:
@@ -234,21 +231,12 @@ class ProcessPreprocessor:
         self._receive()
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
-        """Raises:
-        PreprocessorLost: the process failed, ended or does not answer.
-        """
         yield from self._ask(f"prepare rollouts of {_rows(rollouts)}", "prepare", tuple(rollouts))
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
-        """Raises:
-        PreprocessorLost: the process failed, ended or does not answer.
-        """
         yield from self._ask(f"judge rollouts of {_rows(rollouts)}", "judge", tuple(rollouts))
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
-        """Raises:
-        PreprocessorLost: the process failed, ended or does not answer.
-        """
         keys = tuple(segment.key for segment in segments)
         pack, outline = self._ask(f"pack {len(keys)} segments", "pack", pack_id, keys)
         try:
@@ -259,9 +247,6 @@ class ProcessPreprocessor:
         return whole
 
     def forget(self, segments: Sequence[Segment]) -> None:
-        """Raises:
-        PreprocessorLost: the process ended or does not listen.
-        """
         self._told = f"forget {len(segments)} segments"
         self._send(("forget", tuple(segment.key for segment in segments)))
 

@@ -72,16 +72,6 @@ class TimeBudget:
             self._end += time.monotonic() - started
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
-    """What the rollouts of one POST have in common."""
-
-    server: str
-    seed: int
-    version: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class Share:
     """Samples and their requests by number, the plan over these numbers, and what has come of them so far."""
@@ -100,7 +90,9 @@ class Share:
     """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
     answered_s: float = 0.0
 
-    def keep(self, number: int, completion: Completion, post: Post) -> None:
+    def keep(
+        self, number: int, completion: Completion, *, server: str, seed: int, version: int, seconds: float
+    ) -> None:
         """Turns a completion into the rollout of its sample; an aborted one leaves the sample to return."""
         kept = self.aborted if completion.finish_reason == "abort" else self.rollouts
         kept[number] = Rollout(
@@ -109,21 +101,12 @@ class Share:
             token_ids=completion.token_ids,
             prompt_token_ids=completion.prompt_token_ids,
             truncated=completion.finish_reason == "length",
-            seed=post.seed if completion.seed is None else completion.seed,
-            server=post.server,
-            spans=(VersionSpan(post.version, 0, len(completion.token_ids)),),
+            seed=seed if completion.seed is None else completion.seed,
+            server=server,
+            spans=(VersionSpan(version, 0, len(completion.token_ids)),),
             log_probs=completion.log_probs,
-            seconds=post.seconds,
+            seconds=seconds,
         )
-
-    def may_be_of(self, version: int) -> bool:
-        """Whether its terms let it be asked under ``version``."""
-        return self.terms.only_version in (None, version)
-
-    @property
-    def resolved(self) -> list[Sample]:
-        """Samples that have their rollout or are quarantined."""
-        return [self.samples[number] for number in (*self.rollouts, *self.plan.quarantined)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,8 +190,8 @@ class ServerLane:
         finally:
             if self.trust.settle_by is not None and not self._settings.stop.is_set():
                 self.settle()  # after this, on the same thread: the share need not wait for it
-        for sample in share.resolved:
-            self._settings.seeds.forget(sample.key)
+        for number in (*share.rollouts, *plan.quarantined):
+            self._settings.seeds.forget(samples[number].key)
         return share
 
     def _may_go_on(self, budget: TimeBudget) -> bool:
@@ -222,11 +205,17 @@ class ServerLane:
     def _ask(self, share: Share, piece: Piece) -> None:
         requests = [share.requests[number] for number in piece.indices] or self._known_good
         if not requests:
-            self._blame(share, f"nothing that it was asked ever succeeded: {share.failures[-1].reason}")
+            reason = f"nothing that it was asked ever succeeded: {share.failures[-1].reason}"
+            share.plan.blame_server(reason)
+            self._suspect(reason)
             return
         with self._ticket(share.budget) as ticket:
             # A round may have come and gone during the wait, and have left this server out.
-            if ticket is None or not self.trust.is_proven or not share.may_be_of(ticket.version):
+            if (
+                ticket is None
+                or not self.trust.is_proven
+                or share.terms.only_version not in (None, ticket.version)
+            ):
                 share.plan.end()
                 return
             end = self._post(share, piece, requests, ticket)
@@ -247,18 +236,25 @@ class ServerLane:
         started = time.monotonic()
         with self._settings.watch_post():
             result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
-        post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
+        seconds = time.monotonic() - started
         share.num_posts += 1
         result = self._doubt(result, ticket.version)
         if events is not None:
-            events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
+            events.finished(keys, server=self.base_url, end=result.end, seconds=seconds)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
             if all(completion.finish_reason != "abort" for completion in result.completions):
                 share.num_answered += len(piece.indices)
-                share.answered_s += post.seconds
+                share.answered_s += seconds
             for number, completion in zip(piece.indices, result.completions, strict=not piece.is_probe):
-                share.keep(number, completion, post)
+                share.keep(
+                    number,
+                    completion,
+                    server=self.base_url,
+                    seed=seed,
+                    version=ticket.version,
+                    seconds=seconds,
+                )
         elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
             self._abandon(share, len(requests))
         self._record(share, piece, result)
@@ -290,10 +286,6 @@ class ServerLane:
             logger.info("no rollout for %d requests: %s", len(piece.indices), result.reason)
         if share.plan.server_fault is not None:
             self._suspect(share.plan.server_fault)
-
-    def _blame(self, share: Share, reason: str) -> None:
-        share.plan.blame_server(reason)
-        self._suspect(reason)
 
     def _settle_or_suspect(self) -> bool:
         try:
