@@ -28,11 +28,10 @@ from benchmarks.crowds import AnswerKind, Crowd, draw_crowd, make_crowd
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.ground_truth import read_ground_truth
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.packing_line import make_pack
-from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.parsing import parse_rollout, read_ground_truth
+from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
 from swift_stage2.config import MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1
@@ -119,7 +118,7 @@ class Bench:
                     [found.box for found in parsed.objects], [box for _, box in truth], **_matching_options()
                 )
             with _adding_to(spent, "target"):
-                order = order_ground_truth(match, len(truth))
+                order = order_ground_truth(match.pairs, len(truth))
                 matched = {number for _, number in match.pairs}
                 rendered = render_target(
                     [truth[number] for number in order],

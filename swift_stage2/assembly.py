@@ -21,8 +21,7 @@ from torch import nn
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import ProcessPreprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows
@@ -308,7 +307,7 @@ def _build_channel_b(
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
         version_window=prefetch.version_window,
-        evaluation=evaluation.part if evaluation is not None else None,
+        ask_evaluation=evaluation.part.ask if evaluation is not None else None,
     )
     sync = WeightSync(
         endpoints_of(rollout),

@@ -1,24 +1,202 @@
-"""Evaluation at one version: joins the schedule that all ranks share with this rank's part, and adds their counts up.
+"""Evaluation at one version: this rank's part, and the schedule that all ranks share, which adds the parts up.
 
-Begins, ends and collects at the same step on every rank, because every decision comes from agreed facts. Called by
-the learner at every step, on the main thread; ``part.ask`` is called by the pipeline.
+``RankEvaluation.ask`` belongs to the pipeline's thread, between productions; every answer that is counted is of the
+version that the evaluation began with, and nothing of it enters the stream that trains. ``PinnedEvaluation`` is the
+learner's, on the main thread at every step: it begins, ends and collects at the same step on every rank, because every
+decision comes from agreed facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swift_stage2.channel_b.evaluation import EvaluationEvents, RankEvaluation
-from swift_stage2.channel_b.preprocessing import Preprocessor
-from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
+from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
+from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Stage2Config
-from swift_stage2.records import EvaluationRecord, Sample
+from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.errors import SampleError
+from swift_stage2.records import (
+    BatchOutcome,
+    EvaluationCounts,
+    EvaluationRecord,
+    Rollout,
+    Sample,
+    SampleKey,
+    Target,
+)
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
+from swift_stage2.telemetry.recorders import EvaluationRecorder
+
+MAX_ASKS = 3
+# No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
+_EPOCH = 2**31 - 1
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One evaluation on this rank. Samples are numbers in this rank's share."""
+
+    version: int
+    waiting: deque[int]
+    counts: EvaluationCounts
+    num_asks: Counter[int] = field(default_factory=Counter)
+    is_asking: bool = False  # for some that are not in ``waiting`` meanwhile
+    may_ask: bool = True
+
+
+class RankEvaluation:
+    """This rank's fixed samples, asked greedily: what is still to ask, what came back, and its counts.
+
+    At most one evaluation runs, from ``begin`` to ``end``.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        task: Task,
+        *,
+        num_samples: int,
+        rank: int,
+        world_size: int,
+        client: RolloutClient,
+        make_request: Callable[[Sample], dict[str, Any]],
+        preprocessor: Preprocessor,
+        decoding: DecodingConfig,
+        events: EvaluationRecorder,
+        usable: Sequence[int] | None = None,
+    ) -> None:
+        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
+        self._rows = rows
+        self._task = task
+        indices = (range(len(rows)) if usable is None else usable)[:num_samples][rank::world_size]
+        self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
+        self._client = client
+        self._make_request = make_request
+        self._preprocessor = preprocessor
+        self._decoding = replace(decoding, temperature=0.0)
+        self._events = events
+        self._nothing = EvaluationCounts(metrics=dict.fromkeys(task.metrics, (0.0, 0.0)))
+        self._lock = threading.Lock()
+        self._progress: _Progress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this rank has nothing left to ask or to wait for."""
+        with self._lock:
+            progress = self._progress
+            return progress is None or not (progress.waiting or progress.is_asking)
+
+    def begin(self, version: int) -> None:
+        """From now on ``ask`` has something to ask, under ``version`` only."""
+        waiting = deque(range(len(self._keys)))
+        counts = replace(self._nothing, num_wanted=len(waiting))
+        with self._lock:
+            self._progress = _Progress(version, waiting, counts)
+
+    def ask_no_more(self) -> None:
+        """What is asked at the moment still counts; nothing else is asked before the next ``begin``."""
+        with self._lock:
+            if self._progress is not None:
+                self._progress.may_ask = False
+                self._progress.waiting.clear()
+
+    def end(self) -> EvaluationCounts:
+        """What was counted until now. An answer that comes later is of no evaluation."""
+        with self._lock:
+            progress, self._progress = self._progress, None
+        return self._nothing if progress is None else progress.counts
+
+    def ask(self, max_prompts: int) -> bool:
+        """Asks for one batch, if something is to be asked; False when nothing came of it.
+
+        Raises:
+            FenceShutDown: the fence will never open again.
+        """
+        with self._lock:
+            progress = self._progress
+            if progress is None or not progress.waiting:
+                return False
+            numbers = [progress.waiting.popleft() for _ in range(min(max_prompts, len(progress.waiting)))]
+            progress.is_asking = True
+        samples, requests, failed = self._read(numbers)
+        outcome = BatchOutcome()
+        targets: dict[int, Target] = {}
+        if samples:
+            terms = Terms(self._decoding, self._events, only_version=progress.version)
+            outcome = self._client.generate(samples, requests, terms)
+            failed |= {sample.key.position: reason for sample, reason in outcome.quarantined}
+            asked_for = [
+                rollout
+                for rollout in outcome.rollouts
+                if {span.version for span in rollout.spans} == {progress.version}
+            ]
+            self._judge(asked_for, targets, failed)
+        return self._take(progress, numbers, targets, failed, was_asked=outcome.num_posts > 0)
+
+    def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
+        samples, requests, failed = [], [], {}
+        for number in numbers:
+            try:
+                sample = read_sample(self._rows, self._task, self._keys[number])
+                requests.append(self._make_request(sample))
+                samples.append(sample)
+            except SampleError as error:
+                failed[number] = str(error)
+        return samples, requests, failed
+
+    def _judge(self, rollouts: Sequence[Rollout], targets: dict[int, Target], failed: dict[int, str]) -> None:
+        if not rollouts:
+            return
+        found = list(self._preprocessor.judge(rollouts))
+        permuting = permuting_servers(rollouts, found)
+        for server in sorted(permuting):
+            self._client.distrust(server, PERMUTED)
+        for rollout, judged in zip(rollouts, found, strict=True):
+            if rollout.server in permuting:
+                continue  # as if it had not answered
+            number = rollout.sample.key.position
+            if isinstance(judged, Judged):
+                targets[number] = judged.target
+                self._events.matched(rollout, judged.target, judged.space)
+            else:
+                failed[number] = str(judged)
+
+    def _take(
+        self,
+        progress: _Progress,
+        numbers: Sequence[int],
+        targets: dict[int, Target],
+        failed: dict[int, str],
+        *,
+        was_asked: bool,
+    ) -> bool:
+        """Counts a batch, unless its evaluation has ended meanwhile."""
+        with self._lock:
+            if progress is not self._progress:
+                return bool(targets)
+            progress.is_asking = False
+            for number in numbers:
+                if number in targets:
+                    progress.counts = progress.counts.with_answer(targets[number])
+                elif number not in failed:
+                    progress.num_asks[number] += was_asked
+                    if progress.num_asks[number] == MAX_ASKS:
+                        failed[number] = f"no answer to {MAX_ASKS} requests"
+                    elif progress.may_ask:
+                        progress.waiting.append(number)  # behind what was not asked yet
+            num_failed = progress.counts.num_failed + len(failed)
+            progress.counts = replace(progress.counts, num_failed=num_failed)
+        for number, message in sorted(failed.items()):
+            self._events.given_up(self._keys[number].index, message)
+        return bool(targets or failed)
 
 
 class PinnedEvaluation:
@@ -99,7 +277,7 @@ def make_evaluation(
     make_request: Callable[[Sample], dict[str, Any]],
     preprocessor: Preprocessor,
     control: ControlGroup,
-    events: EvaluationEvents,
+    events: EvaluationRecorder,
     record: Callable[[EvaluationRecord], None],
     last_step: int,
 ) -> PinnedEvaluation | None:

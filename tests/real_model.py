@@ -12,8 +12,8 @@ from detection_task import make_task as make_task
 
 import swift_stage2.demo
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.ground_truth import read_ground_truth
-from swift_stage2.channel_b.packing_line import make_segment
+from swift_stage2.channel_b.parsing import read_ground_truth
+from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
 from swift_stage2.records import IntegerBox, Rollout, Sample, SampleKey, Segment, VersionSpan

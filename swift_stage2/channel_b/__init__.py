@@ -8,9 +8,8 @@
         │                                          targets                                       │
         └────── returned, stale or overflowed samples, asked again before any new one ◄──────────┘
 
-``swift_stage2.records`` holds everything that flows, in flow order; ``sample_events.py`` what the ledger is told;
-``packing_line.py`` the last stages as functions; ``pipeline.py`` is the only file that knows this order. From rollout
-to pack it asks a preprocessor: ``preprocessing.py`` on its own thread, or ``preprocessing_process.py``, which asks
-``preprocessing_worker.py`` in a process beside the rank and gets packs through ``shared_batch.py``. The pipeline's
-thread owns client, preprocessor and segments; source and queue are shared with the main thread and lock for themselves.
+``swift_stage2.records`` holds everything that flows, in flow order; ``pipeline.py`` is the only file that knows this
+order, ``docs/design/channel_b.md`` follows one row through it. From rollout to pack it asks a preprocessor, on its own
+thread or in a process beside the rank: ``preprocessing.py``, ``preprocessing_worker.py``. The pipeline's thread owns
+client, preprocessor and segments; source and queue are shared with the main thread and lock for themselves.
 """

@@ -10,21 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache
-from typing import NamedTuple
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.targets import SPACE, AnswerFormat, Objects
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 
-Objects = Sequence[tuple[str, Sequence[int]]]
-"""(label, box) in the order of an answer; boxes are x1, y1, x2, y2 in the template's space."""
-
 _NUM_CHARACTERS_SHOWN = 160
-_SPACE = " \t\n\r"
-_S = f"[{_SPACE}]*+"
+_S = f"[{SPACE}]*+"
 _DIGITS = "(?:0|[1-9][0-9]{0,99})"
 _INTEGER = re.compile(_DIGITS)
 _COORDINATE = re.compile(rf'"<\|coord_{_DIGITS}\|>"|<\|coord_{_DIGITS}\|>|{_DIGITS}')
@@ -35,135 +30,6 @@ _REMEDY = (
     "set the other dialect, mend the data set's answers (placeholders <bbox> and <ref-object>; no quote or line break "
     "in a label), or set QWENVL_BBOX_FORMAT=new"
 )
-
-
-class Part(StrEnum):
-    """What a piece of an answer says."""
-
-    STRUCTURE = "structure"  # brackets, keys, quotes, and what stands between objects
-    LABEL = "label"
-    COORDINATES = "coordinates"
-    CLOSURE = "closure"  # from the bracket that closes the last object: nothing else is to come
-
-
-class Piece(NamedTuple):
-    """Some characters of an answer. A label and a box have the number of their object, from 0."""
-
-    text: str
-    part: Part
-    number: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerFormat:
-    """Every character of an answer but its labels and numbers.
-
-    Between ``head`` and ``tail`` stand objects, each ``opener``, value, ``middle``, value, ``closer``.
-    """
-
-    dialect: Dialect
-    head: str  # up to the first object: '```json\n['
-    opener: str  # from an object's bracket to its first value; in the map from behind the object's number
-    box_first: bool
-    coordinate: str  # '{}', '<|coord_{}|>' or the latter in quotes
-    coordinate_separator: str
-    middle: str  # between the two values
-    closer: str  # from behind the second value up to the object's closing bracket
-    tail: str  # behind the last object: ']\n```'
-    first_number: int  # of the map's objects
-    separator: str = ""  # between two objects; see ``between_objects``
-    empty: str = ""  # the whole answer without objects; see ``without_objects``
-    ensure_ascii: bool = False
-    seen: frozenset[str] = frozenset()
-    """Names of the fields that answers showed; the others are as this program would write them."""
-
-    @property
-    def between_objects(self) -> str:
-        """``separator``, or what goes with ``head`` where no answer had two objects."""
-        if "separator" in self.seen:
-            return self.separator
-        return "," + (self.head[len(self.head.rstrip(_SPACE)) :] or " ")
-
-    @property
-    def without_objects(self) -> str:
-        """``empty``, or ``head`` and ``tail`` where no answer was without objects."""
-        return self.empty if "empty" in self.seen else self.head.rstrip(_SPACE) + self.tail.lstrip(_SPACE)
-
-    @property
-    def spelling(self) -> list[str]:
-        """An answer with objects and one without: what a resumed run must write alike."""
-        return [self.write((("é", (0, 1, 2, 3)), ("b", (4, 5, 6, 7)))), self.without_objects]
-
-    def pieces(self, objects: Objects) -> Iterator[Piece]:
-        """The answer that lists ``objects``, from its first to its last character.
-
-        Raises:
-            SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
-        """
-        if not objects:
-            start = self.without_objects.index(self.dialect.opener) + 1
-            yield Piece(self.without_objects[:start], Part.STRUCTURE)
-            yield Piece(self.without_objects[start:], Part.CLOSURE)
-            return
-        bracket = self.closer.rindex("}")
-        yield Piece(self.head, Part.STRUCTURE)
-        for number, (label, box) in enumerate(objects):
-            if number:
-                yield Piece(self.closer[bracket:] + self.between_objects, Part.STRUCTURE)
-            values = (
-                Piece(self._escape(label), Part.LABEL, number),
-                Piece(self._spell(box), Part.COORDINATES, number),
-            )
-            name = f'"object_{self.first_number + number}' if self.dialect.named else ""
-            yield Piece(name + self.opener, Part.STRUCTURE)
-            yield values[self.box_first]
-            yield Piece(self.middle, Part.STRUCTURE)
-            yield values[not self.box_first]
-            yield Piece(self.closer[:bracket], Part.STRUCTURE)
-        yield Piece(self.closer[bracket:] + self.tail, Part.CLOSURE)
-
-    def write(self, objects: Objects) -> str:
-        """The answer as text. Raises SampleError as ``pieces`` does."""
-        return "".join(piece.text for piece in self.pieces(objects))
-
-    def check(self, text: str) -> None:
-        """Refuses an answer that this format would write otherwise.
-
-        Raises:
-            DatasetError: shows both texts.
-            ConfigError: as ``read_format`` does.
-        """
-        _, objects = _read(text, self.dialect)
-        if (own := self.write(objects)) != text:
-            raise DatasetError(
-                f"all answers must be written alike, got {_both_texts(text, own)} as most rows are written; write the "
-                "answers of all rows in one way (code fence, key order, white space, escapes)"
-            )
-
-    def joined(self, other: AnswerFormat) -> AnswerFormat | None:
-        """What both show together; None if they contradict each other."""
-        if any(getattr(self, name) != getattr(other, name) for name in self.seen & other.seen):
-            return None
-        added = {name: getattr(other, name) for name in other.seen - self.seen}
-        return replace(self, **added, seen=self.seen | other.seen)
-
-    def _escape(self, label: str) -> str:
-        """The label as it stands between quotes."""
-        if not label.strip() or END_OF_TURN in label:
-            raise SampleError(
-                f"a label must be text without {END_OF_TURN}, got label={label!r}; mend the row's objects.ref"
-            )
-        return json.dumps(label.strip(), ensure_ascii=self.ensure_ascii)[1:-1]
-
-    def _spell(self, box: Sequence[int]) -> str:
-        coordinates = [int(coordinate) for coordinate in box]
-        x1, y1, x2, y2 = coordinates if len(coordinates) == 4 and coordinates == list(box) else (0, 0, -1, -1)
-        if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
-            raise SampleError(
-                "a true box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got "
-                f"box={tuple(box)}; mend the row's objects.bbox"
-            )
-        return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
 
 
 @cache
@@ -215,7 +81,12 @@ def learn_format(texts: Iterable[str], dialect: Dialect) -> AnswerFormat:
         examples.setdefault(shown, text)
     learned, others = join_formats(counts, dialect)
     for other in others:
-        learned.check(examples[other])
+        text = examples[other]
+        if (own := learned.write(_read(text, dialect)[1])) != text:
+            raise DatasetError(
+                f"all answers must be written alike, got {_both_texts(text, own)} as most rows are written; write the "
+                "answers of all rows in one way (code fence, key order, white space, escapes)"
+            )
     return learned
 
 
@@ -326,7 +197,7 @@ def _object_pattern(dialect: Dialect, box_first: bool) -> re.Pattern[str]:
 
 
 def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _SPACE:
+    while position < len(text) and text[position] in SPACE:
         position += 1
     return position
 

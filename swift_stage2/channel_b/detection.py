@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from swift_stage2.channel_b.answer_format import (
-    AnswerFormat,
     fill_placeholders,
     learn_format,
     read_format,
@@ -20,10 +19,21 @@ from swift_stage2.channel_b.answer_format import (
     standard_format,
 )
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect
-from swift_stage2.channel_b.ground_truth import TrueObjects, lists_objects, read_ground_truth
 from swift_stage2.channel_b.matching import MatchResult, match_objects
-from swift_stage2.channel_b.parsing import ParsedRollout, parse_rollout
-from swift_stage2.channel_b.targets import TokenGroup, order_ground_truth, render_target, weigh_tokens
+from swift_stage2.channel_b.parsing import (
+    ParsedRollout,
+    TrueObjects,
+    lists_objects,
+    parse_rollout,
+    read_ground_truth,
+)
+from swift_stage2.channel_b.targets import (
+    AnswerFormat,
+    TokenGroup,
+    order_ground_truth,
+    render_target,
+    weigh_tokens,
+)
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.registry import find
@@ -162,7 +172,7 @@ class DetectionTask(Task):
         parsed: ParsedRollout,
         match: MatchResult,
     ) -> Target:
-        order = order_ground_truth(match, len(truth))
+        order = order_ground_truth(match.pairs, len(truth))
         matched = {number for _, number in match.pairs}
         rendered = render_target(
             [truth[number] for number in order],

@@ -6,10 +6,8 @@ with it the coordinate space; nothing here repeats its arithmetic. Called by the
 
 from __future__ import annotations
 
-import base64
 import copy
 import importlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
-from swift_stage2.channel_b.image_files import without_orientation
+from swift_stage2.channel_b.image_files import image_as_base64
 from swift_stage2.channel_b.task import Convert
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
-from swift_stage2.records import Rollout, Sample, Segment, Target, find_image
-from swift_stage2.servers.image_opening import open_image
+from swift_stage2.records import Rollout, Sample, Segment, Target
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 IGNORED_LABEL = -100
@@ -111,7 +108,7 @@ class Encoder:
         """
         return {
             "messages": _prompt_messages(sample.row),
-            "images": [_image_as_base64(image) for image in sample.row.get("images") or []],
+            "images": [image_as_base64(image) for image in sample.row.get("images") or []],
         }
 
     def encode_prompt(self, sample: Sample) -> PromptEncoding:
@@ -303,28 +300,6 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}; write labels and boxes out"
             )
     return messages
-
-
-def _image_as_base64(image: Any) -> str:
-    if isinstance(image, Mapping):
-        content = image.get("bytes") or _read_image(str(image.get("path")))
-    elif isinstance(image, str):
-        content = _read_image(image)
-    else:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        content = buffer.getvalue()
-    open_image(content)  # what no server of ours takes is told here, and sent to none
-    return base64.b64encode(without_orientation(content)).decode("ascii")
-
-
-def _read_image(path: str) -> bytes:
-    path = find_image(path)
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error
 
 
 @contextmanager

@@ -6,13 +6,29 @@ pictures by it, so it is taken out of what they are sent.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+from collections.abc import Mapping
+from typing import Any
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from swift_stage2.errors import SampleError
+from swift_stage2.records import find_image
+from swift_stage2.servers.image_opening import open_image
 
 RASTER_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """None that runs another program."""
 UPRIGHT = 1
+_UNREADABLE = (
+    UnidentifiedImageError,
+    Image.DecompressionBombError,
+    OSError,
+    SyntaxError,
+    ValueError,
+    binascii.Error,
+)
 _TAGS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")  # where Pillow looks for an orientation
 _MARKS = (b"Exif", b"eXIf", b"exif", b"EXIF", b"tiff:Orientation")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
@@ -50,3 +66,46 @@ def without_orientation(content: bytes) -> bytes:
     buffer = io.BytesIO()
     pixels.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def num_pixels(request: Mapping[str, Any]) -> int | None:
+    """Pixels of all images of an ``/infer/`` request before any resizing; only headers are decoded.
+
+    None without images, or with one that is no picture: what becomes of such a request is the server's to say.
+    """
+    try:
+        return sum(_pixels_of(image) for image in request.get("images") or ()) or None
+    except _UNREADABLE:
+        return None
+
+
+def _pixels_of(image: str) -> int:
+    with Image.open(io.BytesIO(base64.b64decode(image))) as picture:
+        return picture.width * picture.height
+
+
+def image_as_base64(image: Any) -> str:
+    """An image of a row, as a request carries it: ``image`` is a path, a mapping with one or with bytes, or a picture.
+
+    Raises:
+        SampleError: it cannot be read, or is none that a server of ours takes.
+    """
+    if isinstance(image, Mapping):
+        content = image.get("bytes") or _read_image(str(image.get("path")))
+    elif isinstance(image, str):
+        content = _read_image(image)
+    else:
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        content = buffer.getvalue()
+    open_image(content)  # what no server of ours takes is told here, and sent to none
+    return base64.b64encode(without_orientation(content)).decode("ascii")
+
+
+def _read_image(path: str) -> bytes:
+    path = find_image(path)
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error

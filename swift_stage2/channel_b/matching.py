@@ -7,10 +7,8 @@ included. Called by the pipeline.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +39,7 @@ def match_objects(
     top_k: int = 10,
     unmatched_prediction_cost: float = 1.0,
     unmatched_ground_truth_cost: float = 1.0,
-    allowed: ArrayLike | None = None,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> MatchResult:
     """The cheapest match, where a pair costs 1 − IoU and everything unmatched its own cost.
 
@@ -59,18 +57,16 @@ def match_objects(
         the lexicographically smallest.
 
     Raises:
-        MatchingError: boxes that are not (n, 4), not finite or not in order; settings out of range.
+        MatchingError: boxes that are not (n, 4), not finite or not in order.
     """
-    _check_settings(iou_threshold, top_k, unmatched_prediction_cost, unmatched_ground_truth_cost)
     ious = iou_matrix(predicted_boxes, true_boxes)
     num_predictions, num_truths = ious.shape
-    mask = _check_allowed(allowed, ious.shape)
     chosen = ious >= iou_threshold
-    if mask is None:
+    if allowed is None:
         num_candidates = num_predictions * min(top_k, num_truths)
     else:
-        chosen &= mask
-        num_candidates = int(np.minimum(mask.sum(axis=1), top_k).sum())
+        chosen &= allowed
+        num_candidates = int(np.minimum(allowed.sum(axis=1), top_k).sum())
     _keep_best(chosen, ious, top_k)
     predictions, truths = np.nonzero(chosen)
     pair_ious = ious[predictions, truths]
@@ -152,31 +148,3 @@ def _check_boxes(name: str, boxes: ArrayLike) -> NDArray[np.float64]:
             "drop or reorder it before matching"
         )
     return array
-
-
-def _check_allowed(allowed: ArrayLike | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
-    if allowed is None:
-        return None
-    mask = np.asarray(allowed, dtype=np.bool_)
-    if mask.size == 0 and 0 in shape:
-        return np.zeros(shape, dtype=np.bool_)
-    if mask.shape != shape:
-        raise MatchingError(
-            f"allowed must have shape {shape}, got shape={mask.shape}; give one boolean per pair"
-        )
-    return mask
-
-
-def _check_settings(iou_threshold: float, top_k: int, prediction_cost: float, truth_cost: float) -> None:
-    if not 0.0 <= iou_threshold <= 1.0:
-        raise MatchingError(
-            f"an IoU is within 0..1, got iou_threshold={iou_threshold}; choose one in that range"
-        )
-    if isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1:
-        raise MatchingError(f"a prediction needs at least one candidate, got top_k={top_k!r}; use 1 or more")
-    for name, cost in (
-        ("unmatched_prediction_cost", prediction_cost),
-        ("unmatched_ground_truth_cost", truth_cost),
-    ):
-        if not (cost >= 0.0 and math.isfinite(cost)):
-            raise MatchingError(f"costs must be finite and not negative, got {name}={cost}; use 0 or more")

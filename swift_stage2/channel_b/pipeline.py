@@ -12,20 +12,22 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from swift_stage2.channel_b.evaluation import RankEvaluation
+from swift_stage2.channel_b.image_files import num_pixels
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.permuted_answers import PERMUTED, permuting_servers
 from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
-from swift_stage2.channel_b.prompt_mismatch import MismatchTally, misreading_servers
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.channel_b.sample_traits import num_objects, num_pixels
+from swift_stage2.channel_b.rollout_client.trust import (
+    PERMUTED,
+    MismatchTally,
+    misreading_servers,
+    permuting_servers,
+)
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, PromptMismatch, QueueClosed, SampleError
 from swift_stage2.process.watches import Standing
@@ -34,11 +36,9 @@ from swift_stage2.records import (
     Pack,
     QuarantineReason,
     Rollout,
-    RowOrigin,
     Sample,
     SampleKey,
     Segment,
-    Target,
 )
 from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer
@@ -46,6 +46,7 @@ from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -78,30 +79,6 @@ class StepView:
     paused: bool
 
 
-class PipelineEvents(Protocol):
-    """Where the pipeline reports what happened; implemented by the telemetry side."""
-
-    def read(
-        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
-    ) -> None: ...
-
-    def batch(self, outcome: BatchOutcome, seconds: float) -> None: ...
-
-    def enter(self, activity: PipelineActivity) -> None: ...
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
-
-    def segment(self, segment: Segment, seconds: float) -> None: ...
-
-    def pack(self, pack: Pack, seconds: float) -> None: ...
-
-    def dropped(self, pack: Pack, reason: str) -> None: ...
-
-    def stale_segment(self, segment: Segment) -> None: ...
-
-    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None: ...
-
-
 class Pipeline:
     """One rank's channel-B producer. ``start`` and ``stop`` bound its thread's life."""
 
@@ -116,14 +93,15 @@ class Pipeline:
         clock: VersionClock,
         pacer: Pacer,
         guard: TruncationGuard,
-        events: PipelineEvents,
+        events: PipelineRecorder,
         packing_length: int,
         packing_min_fill_ratio: float,
         redraw_dropped: bool,
         max_attempts: int,
         version_window: int,
-        evaluation: RankEvaluation | None = None,
+        ask_evaluation: Callable[[int], bool] | None = None,
     ) -> None:
+        """``ask_evaluation`` asks for at most so many prompts of an evaluation; False when nothing came of it."""
         self._source = source
         self._client = client
         self._make_request = make_request
@@ -138,7 +116,7 @@ class Pipeline:
         self._redraw_dropped = redraw_dropped
         self._max_attempts = max_attempts
         self._version_window = version_window
-        self._evaluation = evaluation
+        self._ask_evaluation = ask_evaluation
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
@@ -211,11 +189,11 @@ class Pipeline:
             return False
         if num_samples := self._num_samples_wanted(view):
             return self._produce(num_samples)
-        if self._evaluation is None:
+        if self._ask_evaluation is None:
             return False
         # Training comes first: an evaluation has what production leaves, one batch at a time.
         self._go_on_to(PipelineActivity.EVALUATING, "asks servers for an evaluation")
-        return self._evaluation.ask(view.max_prompts)
+        return self._ask_evaluation(view.max_prompts)
 
     def _num_samples_wanted(self, view: StepView) -> int:
         if view.paused and self._last_version_asked == self._clock.current:
@@ -262,7 +240,8 @@ class Pipeline:
             return False
         self._events.read(
             [sample.key for sample in samples],
-            num_objects=[num_objects(sample) for sample in samples],
+            # 1 of a task whose truth has no length
+            num_objects=[len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples],
             num_pixels=[num_pixels(request) for request in requests],
         )
         self._last_version_asked = self._clock.current

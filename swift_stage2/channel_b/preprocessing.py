@@ -1,21 +1,50 @@
-"""Everything between an answer and a pack, on the caller's own thread: parse, match, target, encode, collate.
+"""From rollouts to packs: parse, match, correct, encode, collate; here, or in a process beside the rank.
 
-``Preprocessor`` is what pipeline and evaluation ask; ``preprocessing_process`` does the same work in a process beside
-them. Not thread-safe: one thread asks.
+``make_target``, ``make_segment`` and ``make_pack`` are functions of nothing but what they are given: a replay calls
+them with recorded rollouts, and the same packs come out. Pipeline and evaluation ask a ``Preprocessor``, from one
+thread: ``ThreadPreprocessor`` works on it, ``ProcessPreprocessor`` asks ``preprocessing_worker`` over a socket, so that
+Python does not hold the learner's interpreter lock. There segments stay, and a pack's tensors come in shared memory.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
 
+import swift_stage2
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.packing_line import make_pack, make_segment, make_target
+from swift_stage2.channel_b.preprocessing_worker import (
+    Reply,
+    Setup,
+    read_batch,
+)
 from swift_stage2.channel_b.task import Task
-from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
+from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, PromptMismatch, SampleError
 from swift_stage2.records import Pack, Rollout, Segment, Target
+from swift_stage2.telemetry.trace import Trace, untraced
+
+logger = logging.getLogger(__name__)
+
+# It imports ms-swift, for which a cold network file system takes minutes, and a message is seldom more than a second's
+# work. Its death is seen at once; this is for one that neither works nor dies.
+_ANSWER_S = 300
+_END_S = 10.0
+_TRACK = "preprocessing"
+_PLUGIN_PREFIX = "_swift_external_"
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Refusal = SampleError | MatchingError
 
@@ -39,36 +68,73 @@ class Judged:
     space: tuple[int, int] | None
 
 
+def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:
+    """One rollout corrected.
+
+    Raises:
+        SampleError, MatchingError: the sample cannot be used.
+    """
+    return task.correct(rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
+
+
+def make_segment(
+    rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task
+) -> tuple[Segment, Target]:
+    """One rollout parsed, matched, corrected and encoded; and the target that the segment carries.
+
+    Raises:
+        SampleError, MatchingError: the sample cannot be used.
+    """
+    target = make_target(rollout, prompt, encoder, task)
+    key = rollout.sample.key
+    segment = encoder.encode_segment(
+        rollout,
+        prompt,
+        target,
+        closing_weight=task.closing_weight,
+        sample_id=f"{key.epoch}:{key.position}:{key.index}",
+    )
+    return segment, target
+
+
+def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capacity_tokens: int) -> Pack:
+    """Segments as one batch, in the order given."""
+    return Pack(
+        pack_id=pack_id,
+        version=min(segment.version for segment in segments),
+        batch=encoder.collate(segments),
+        keys=tuple(segment.key for segment in segments),
+        num_tokens=sum(segment.num_tokens for segment in segments),
+        num_supervised_tokens=sum(segment.num_supervised_tokens for segment in segments),
+        capacity_tokens=capacity_tokens,
+        quality=tuple(segment.quality for segment in segments),
+    )
+
+
 class Preprocessor(Protocol):
     """Turns rollouts into segments and segments into packs."""
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
         """What becomes of each rollout, in their order. Segments wait here until ``pack`` or ``forget``."""
-        ...
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         """Each rollout against its ground truth, in their order; nothing is kept."""
-        ...
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         """Prepared segments as one batch, in the order given."""
-        ...
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """These will not be packed."""
-        ...
 
     def interrupt(self) -> None:
         """Whatever is asked now, or later, need not be answered; from any thread."""
-        ...
 
     def close(self) -> None:
         """Gives everything back; nobody asks any more. May be called again."""
-        ...
 
 
 class ThreadPreprocessor:
-    """Works when it is asked, on the thread that asks."""
+    """A ``Preprocessor`` that works when it is asked, on the thread that asks."""
 
     def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
         self._encoder = encoder
@@ -107,13 +173,190 @@ class ThreadPreprocessor:
     def _judge(self, rollout: Rollout) -> Judged | Refusal:
         try:
             prompt = self._encoder.encode_prompt(rollout.sample)
-            _check_prompt(rollout, prompt)
+            if rollout.prompt_token_ids != prompt.token_ids:
+                raise PromptMismatch(
+                    "the server was asked another prompt than the learner's", prompt.token_ids
+                )
             target = make_target(rollout, prompt, self._encoder, self._task)
         except (SampleError, MatchingError) as refusal:
             return refusal
         return Judged(target, prompt.space)
 
 
-def _check_prompt(rollout: Rollout, prompt: PromptEncoding) -> None:
-    if rollout.prompt_token_ids != prompt.token_ids:
-        raise PromptMismatch("the server was asked another prompt than the learner's", prompt.token_ids)
+class ProcessPreprocessor:
+    """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``.
+
+    All that asks it raises ``PreprocessorLost`` when it failed, ended or does not answer.
+    """
+
+    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int, trace: Trace) -> None:
+        """Raises:
+        ConfigError: the template or the task cannot be sent to another process.
+        PreprocessorLost: the process ended at once.
+        """
+        parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
+        self._trace = trace
+        self._told = "load the template"
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._socket.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
+            # Of the same socket: descriptors come through it, and it is shut down while another thread reads here.
+            self._connection = Connection(os.dup(self._socket.fileno()))
+            arguments = (str(theirs.fileno()), str(os.getpid()))
+            self._process = subprocess.Popen(
+                (sys.executable, "-P", "-m", "swift_stage2.channel_b.preprocessing_worker", *arguments),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        try:
+            self._send(Setup(tuple(sys.path), _plugins(), parts, trace.enabled))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The worker's."""
+        return self._process.pid
+
+    def await_ready(self) -> None:
+        """Waits until the process has loaded the template.
+
+        Raises:
+            PreprocessorLost: it could not, or ended.
+        """
+        self._receive()
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
+        yield from self._ask(f"prepare rollouts of {_rows(rollouts)}", "prepare", tuple(rollouts))
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
+        yield from self._ask(f"judge rollouts of {_rows(rollouts)}", "judge", tuple(rollouts))
+
+    def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
+        keys = tuple(segment.key for segment in segments)
+        pack, outline = self._ask(f"pack {len(keys)} segments", "pack", pack_id, keys)
+        try:
+            _, (descriptor,), _, _ = socket.recv_fds(self._socket, 1, 1)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error
+        whole: Pack = replace(pack, batch=read_batch(outline, descriptor))
+        return whole
+
+    def forget(self, segments: Sequence[Segment]) -> None:
+        self._told = f"forget {len(segments)} segments"
+        self._send(("forget", tuple(segment.key for segment in segments)))
+
+    def interrupt(self) -> None:
+        self._process.kill()  # it holds nothing that could be lost
+        # Also wakes who waits for it where it does not die at once, or where somebody else holds its end.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._process.kill()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "the preprocessing process pid=%d was killed and has not ended in %g s", self.pid, _END_S
+            )
+        finally:
+            self._connection.close()
+            self._socket.close()
+
+    def _ask(self, told: str, *message: Any) -> Any:
+        self._told = told
+        self._send(message)
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        pickled = _pickled(message)
+        try:
+            self._connection.send_bytes(pickled)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _receive(self) -> Any:
+        try:
+            reply: Reply = self._connection.recv()  # deadline: SO_RCVTIMEO
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from error
+        for name, start_ns, end_ns in reply.intervals:
+            self._trace.record(name, start_ns, end_ns, _TRACK)
+        if reply.failure is not None:
+            summary, trace = reply.failure
+            logger.error("the preprocessing process could not %s: %s", self._told, trace)
+            raise PreprocessorLost(
+                f"the preprocessing process must be able to {self._told}, got {summary} (its traceback is "
+                "in the log); if it is well with stage2_ab.channel_b.preprocessing: thread, something that the learner "
+                "loads does not reach it: make that importable by name"
+            )
+        return reply.found
+
+    def _lost(self, error: BaseException) -> PreprocessorLost:
+        return PreprocessorLost(
+            f"the preprocessing process must live as long as its rank, but pid={self.pid} {self._why(error)} (it was "
+            f"to {self._told}; {type(error).__name__}: {error})"
+        )
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, BlockingIOError):
+            return (
+                f"did not answer within {_ANSWER_S} s; the machine or its file system is too slow for it: write "
+                "stage2_ab.channel_b.preprocessing: thread"
+            )
+        try:
+            status = self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            return "lives on but cannot be talked to; the log may say more"
+        if status == -signal.SIGKILL:
+            return (
+                "was killed by SIGKILL, mostly for lack of main memory; give the machine more, lower "
+                "prefetch.queue_limit, or write stage2_ab.channel_b.preprocessing: thread"
+            )
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        return f"{how}; its own message stands above"
+
+
+def _rows(rollouts: Sequence[Rollout]) -> str:
+    """Which rows of the data set they answer: one of them may be what the process dies of."""
+    return f"data set rows {', '.join(str(rollout.sample.key.index) for rollout in rollouts)}"
+
+
+def _pickled(message: Any) -> bytes:
+    try:
+        return pickle.dumps(message)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"what goes to the preprocessing process must be picklable, got {type(error).__name__}: {error}; write "
+            "stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a module, not in "
+            "__main__ or a function"
+        ) from error
+
+
+def _plugins() -> dict[str, str]:
+    """Files that ms-swift has imported as ``external_plugins``, by the names that it gives them."""
+    found = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    return {name: file for name, file in found.items() if name.startswith(_PLUGIN_PREFIX) and file}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _environment() -> dict[str, str]:
+    """One process, which needs no GPU, counts no ranks and repeats none of ms-swift's notices."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Enough to find its first module; the rest of the import path comes with the first message.
+    found = (environment.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+    return environment

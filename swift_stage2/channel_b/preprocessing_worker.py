@@ -2,6 +2,9 @@
 
 Serves its rank over a socket that only these two hold, and ends with it: at the end of the stream, and by the kernel's
 hand (``PR_SET_PDEATHSIG``) if it is in the middle of something when the rank dies. Issues no request and no collective.
+
+A batch comes back in memory that both processes share, written once and never copied by the rank. It is an anonymous
+file (memfd_create(2)): no name can outlive its processes, and the kernel takes it back with the last tensor in it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import io
+import math
+import mmap
 import os
 import pickle
 import signal
@@ -17,17 +22,20 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
+    import torch
+
     from swift_stage2.channel_b.preprocessing import Judged, Prepared, Refusal, ThreadPreprocessor
-    from swift_stage2.channel_b.shared_batch import BatchOutline
     from swift_stage2.records import Pack, Rollout, SampleKey, Segment
 
 _PR_SET_PDEATHSIG = 1
+_ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
+_TENSOR = "tensor"
 
 Interval = tuple[str, int, int]
 """Name, start and end of a stage, in nanoseconds of ``time.perf_counter_ns``: one clock for a machine's processes."""
@@ -35,9 +43,10 @@ Interval = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message. ``parts`` is a pickled ``(encoder, task, packing_length)``.
+    """The first message. Every later one is a tuple of a ``Worker``'s method and its arguments.
 
-    ``plugins``: files of modules that the rank imported under names which no import path leads to.
+    ``parts`` is a pickled ``(encoder, task, packing_length)``; ``plugins`` are files of modules that the rank imported
+    under names which no import path leads to.
     """
 
     import_path: tuple[str, ...]
@@ -47,51 +56,148 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Asks what becomes of rollouts. Their segments come back without encodings, which stay here."""
-
-    rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Asks for the matches of rollouts."""
-
-    rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MakePack:
-    """Asks for a pack of segments that wait here; its batch follows the reply as a file descriptor."""
-
-    pack_id: str
-    keys: tuple[SampleKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Segments that nobody will pack; not answered."""
-
-    keys: tuple[SampleKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
-    """``found`` is what was asked for, a ``Failure`` what stopped it."""
+    """``found`` is what was asked for.
 
-    found: Any
+    ``failure`` is what stopped it and where, as text: the class of what was raised need not exist on the other side.
+    """
+
+    found: Any = None
     intervals: tuple[Interval, ...] = ()
+    failure: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """What was raised here, as text: its class need not exist on the other side."""
+class BatchOutline:
+    """A batch without its tensors' contents. Pickled: for the process that started this one, or was started by it."""
 
-    summary: str
-    trace: str
+    pickled: bytes
+    num_bytes: int
 
 
-class _Parts(pickle.Unpickler):
+class Worker:
+    """What a rank asks of its process."""
+
+    def __init__(self, preprocessor: ThreadPreprocessor) -> None:
+        self._preprocessor = preprocessor
+        self._segments: dict[SampleKey, Segment] = {}
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> list[Prepared | Refusal]:
+        """What becomes of rollouts. Their segments' encodings are heavy and stay here."""
+        from swift_stage2.channel_b.preprocessing import Prepared
+
+        replies: list[Prepared | Refusal] = []
+        for prepared in self._preprocessor.prepare(rollouts):
+            if isinstance(prepared, Prepared):
+                segment = prepared.segment
+                self._segments[segment.key] = segment
+                prepared = replace(prepared, segment=replace(segment, encoding={}))
+            replies.append(prepared)
+        return replies
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Judged | Refusal]:
+        """The matches of rollouts. Keeps nothing."""
+        return list(self._preprocessor.judge(rollouts))
+
+    def pack(self, pack_id: str, keys: Sequence[SampleKey]) -> tuple[Pack, BatchOutline, int]:
+        """A pack without its batch, the batch's outline, and the descriptor of its memory."""
+        pack = self._preprocessor.pack(pack_id, [self._segments.pop(key) for key in keys])
+        return replace(pack, batch={}), *write_batch(pack.batch)
+
+    def forget(self, keys: Sequence[SampleKey]) -> None:
+        """Drops segments that nobody will pack. Not answered."""
+        for key in keys:
+            del self._segments[key]
+
+
+def write_batch(batch: Any) -> tuple[BatchOutline, int]:
+    """Writes a batch's tensors into new shared memory; the caller owns the file descriptor.
+
+    Raises:
+        ValueError: a tensor is not a dense one in main memory.
+        OSError: there is no memory for it.
+    """
+    file = io.BytesIO()
+    pickler = _BatchPickler(file)
+    pickler.dump(batch)
+    descriptor = os.memfd_create("swift_stage2-batch", os.MFD_CLOEXEC)
+    try:
+        if pickler.num_bytes:
+            _reserve(descriptor, pickler.num_bytes)
+            memory = mmap.mmap(descriptor, pickler.num_bytes)
+            for offset, tensor in pickler.placed:
+                _view(memory, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return BatchOutline(file.getvalue(), pickler.num_bytes), descriptor
+
+
+def read_batch(outline: BatchOutline, descriptor: int) -> Any:
+    """The batch, its tensors lying in the shared memory; takes over the file descriptor."""
+    try:
+        memory = mmap.mmap(descriptor, outline.num_bytes) if outline.num_bytes else None
+    finally:
+        os.close(descriptor)
+    return _BatchUnpickler(io.BytesIO(outline.pickled), memory).load()
+
+
+class _BatchPickler(pickle.Pickler):
+    """Takes tensors out and gives each a place, wherever in the batch they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.placed: list[tuple[int, torch.Tensor]] = []
+        self.num_bytes = 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        import torch
+
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if obj.device.type != "cpu" or obj.layout is not torch.strided:
+            raise ValueError(
+                f"a batch must hold dense tensors in main memory, got one of shape {tuple(obj.shape)} on {obj.device}, "
+                f"{obj.layout}; let the template's collator return CPU tensors"
+            )
+        offset = self.num_bytes
+        self.placed.append((offset, obj))
+        self.num_bytes += -(-obj.numel() * obj.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return _TENSOR, offset, obj.dtype, tuple(obj.shape)
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None) -> None:
+        super().__init__(file)
+        self._memory = memory
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        _, offset, dtype, shape = pid
+        return _view(self._memory, offset, dtype, shape)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Memory that is not there is told now, not by SIGBUS when it is touched."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a pack needs {num_bytes} bytes of main memory, got {error.strerror}; lower packing.packing_length or "
+            "prefetch.queue_limit",
+        ) from error
+
+
+def _view(memory: mmap.mmap | None, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    count = math.prod(shape)
+    if memory is None or count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class _PartsUnpickler(pickle.Unpickler):
     """Imports a user's file as the rank did, once something in it is needed; other plugins stay unloaded."""
 
     def __init__(self, setup: Setup) -> None:
@@ -114,11 +220,8 @@ class _Intervals:
     def __init__(self) -> None:
         self._closed: list[Interval] = []
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return self._span(name)
-
     @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Iterator[None]:
         started = time.perf_counter_ns()
         try:
             yield
@@ -130,44 +233,6 @@ class _Intervals:
         return tuple(closed)
 
 
-class Worker:
-    """Answers one message after the other."""
-
-    def __init__(self, preprocessor: ThreadPreprocessor) -> None:
-        self._preprocessor = preprocessor
-        self._segments: dict[SampleKey, Segment] = {}
-
-    def prepare(self, rollouts: Sequence[Rollout]) -> list[Prepared | Refusal]:
-        """Keeps what is heavy of every segment."""
-        from swift_stage2.channel_b.preprocessing import Prepared
-
-        replies: list[Prepared | Refusal] = []
-        for prepared in self._preprocessor.prepare(rollouts):
-            if isinstance(prepared, Prepared):
-                segment = prepared.segment
-                self._segments[segment.key] = segment
-                prepared = replace(prepared, segment=replace(segment, encoding={}))
-            replies.append(prepared)
-        return replies
-
-    def judge(self, rollouts: Sequence[Rollout]) -> list[Judged | Refusal]:
-        """Keeps nothing."""
-        return list(self._preprocessor.judge(rollouts))
-
-    def pack(self, pack_id: str, keys: Sequence[SampleKey]) -> tuple[Pack, BatchOutline, int]:
-        """A pack without its batch, the batch's outline, and the descriptor of its memory."""
-        from swift_stage2.channel_b.shared_batch import write_batch
-
-        pack = self._preprocessor.pack(pack_id, [self._segments.pop(key) for key in keys])
-        outline, descriptor = write_batch(pack.batch)
-        return replace(pack, batch={}), outline, descriptor
-
-    def forget(self, keys: Sequence[SampleKey]) -> None:
-        """Drops segments."""
-        for key in keys:
-            del self._segments[key]
-
-
 def serve(channel: socket.socket, connection: Connection) -> None:
     """Answers until the rank closes its end. Both are of one socket: descriptors go out through the first."""
     intervals = _Intervals()
@@ -176,9 +241,9 @@ def serve(channel: socket.socket, connection: Connection) -> None:
     except EOFError:
         return
     except Exception as error:  # told to the rank, which ends its run with it
-        connection.send_bytes(pickle.dumps(Reply(_failure(error))))
+        connection.send_bytes(pickle.dumps(Reply(failure=_text_of(error))))
         return
-    connection.send_bytes(pickle.dumps(Reply(None)))
+    connection.send_bytes(pickle.dumps(Reply()))
     while True:
         try:
             message = connection.recv()  # deadline: the rank's life
@@ -192,7 +257,7 @@ def _set_up(setup: Setup, intervals: _Intervals) -> Worker:
     from swift_stage2.compat import declare_operators
 
     declare_operators()  # before the template imports torchvision
-    encoder, task, packing_length = _Parts(setup).load()
+    encoder, task, packing_length = _PartsUnpickler(setup).load()
     from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 
     encoder.attach_model()
@@ -207,31 +272,31 @@ def _answer(
     descriptor: int | None = None
     try:
         match message:
-            case Prepare(rollouts):
+            case "prepare", rollouts:
                 found: Any = worker.prepare(rollouts)
-            case Judge(rollouts):
+            case "judge", rollouts:
                 found = worker.judge(rollouts)
-            case MakePack(pack_id, keys):
+            case "pack", pack_id, keys:
                 *found, descriptor = worker.pack(pack_id, keys)
-            case Forget(keys):
+            case "forget", keys:
                 worker.forget(keys)
                 return
             case _:
                 raise TypeError(f"no message of this protocol: {message!r}")
         reply = pickle.dumps(Reply(found, intervals.take()))
-    except Exception as error:  # told to the rank, which fails with it (after a Forget: when it asks next)
+    except Exception as error:  # told to the rank, which fails with it (after a forget: when it asks next)
         if descriptor is not None:
             os.close(descriptor)
             descriptor = None
-        reply = pickle.dumps(Reply(_failure(error), intervals.take()))
+        reply = pickle.dumps(Reply(None, intervals.take(), _text_of(error)))
     connection.send_bytes(reply)
     if descriptor is not None:
         socket.send_fds(channel, [b"\0"], [descriptor])
         os.close(descriptor)
 
 
-def _failure(error: Exception) -> Failure:
-    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+def _text_of(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
 def _end_with(parent: int) -> None:

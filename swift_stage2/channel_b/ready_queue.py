@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from itertools import islice
@@ -85,8 +85,6 @@ class ReadyQueue(Generic[PackT]):
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[PackT] = deque()
-        # No ready pack is older (None: there is none), so that a queue without stale packs is not looked through.
-        self._version_floor: int | None = None
         self._closed = False
         self._peak_depth = 0
         self._num_dropped = dict.fromkeys(DropReason, 0)
@@ -100,7 +98,6 @@ class ReadyQueue(Generic[PackT]):
         with self._lock:
             self._require_open()
             self._ready.append(pack)
-            self._lower_floor([pack])
             drops = self._purge_stale(current_version) + self._trim_to_limit()
         self._report(drops)
 
@@ -164,28 +161,19 @@ class ReadyQueue(Generic[PackT]):
     def _put_back(self, packs: list[PackT]) -> None:
         with self._lock:
             self._ready.extendleft(reversed(packs))
-            self._lower_floor(packs)
             drops = self._trim_to_limit()
         self._report(drops)
 
     def _purge_stale(self, current_version: int) -> Drops[PackT]:
-        def stays(version: int) -> bool:
-            return is_fresh(version, current=current_version, window=self._window)
-
-        if self._version_floor is None or stays(self._version_floor):
-            return []
-        drops = [(pack, DropReason.STALE) for pack in self._ready if not stays(pack.version)]
-        self._ready = deque(pack for pack in self._ready if stays(pack.version))
-        self._version_floor = min((pack.version for pack in self._ready), default=None)
+        ready, self._ready = self._ready, deque()
+        drops: Drops[PackT] = []
+        for pack in ready:
+            if is_fresh(pack.version, current=current_version, window=self._window):
+                self._ready.append(pack)
+            else:
+                drops.append((pack, DropReason.STALE))
         self._num_dropped[DropReason.STALE] += len(drops)
         return drops
-
-    def _lower_floor(self, packs: Sequence[PackT]) -> None:
-        """For packs that came in. Those that leave do not raise it: the next purge that looks does."""
-        versions = [pack.version for pack in packs]
-        if self._version_floor is not None:
-            versions.append(self._version_floor)
-        self._version_floor = min(versions, default=None)
 
     def _trim_to_limit(self) -> Drops[PackT]:
         drops: Drops[PackT] = []

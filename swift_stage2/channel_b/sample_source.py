@@ -9,23 +9,55 @@ the ledger under the one lock, so that ledger and state agree at any moment.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import threading
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_events import ReturnReason, SampleEvents, Unrecorded
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
-from swift_stage2.records import RowOrigin, Sample, SampleKey
+from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
+from swift_stage2.telemetry.audit import AuditLog
+from swift_stage2.telemetry.ledger import Ledger
 
+logger = logging.getLogger(__name__)
+
+_LINE_BITS = 40
+_NUM_MESSAGES = 2  # ms-swift may put a system prompt before them
 _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""
+
+
+class ReturnReason(StrEnum):
+    """Why a drawn sample came back untrained, to be drawn again."""
+
+    STALE = "stale"
+    """Its rollout fell out of the version window."""
+    OVERFLOW = "overflow"
+    """Its pack was the oldest of a queue over its limit."""
+    TIMED_OUT = "timed_out"
+    """It was asked alone and did not answer in time."""
+    ABORTED = "aborted"
+    """Its server ended it early for a pending round."""
+    FAILED = "failed"
+    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over."""
+    STOPPED = "stopped"
+    """The run ended while it was asked."""
+
+    @property
+    def counts_attempt(self) -> bool:
+        """Whether a rollout was used up; a server's fault uses up none."""
+        return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +85,7 @@ class SampleSource:
         rank: int,
         world_size: int,
         seed: int,
-        events: SampleEvents | None = None,
+        events: Ledger | None = None,
         usable: Sequence[int] | None = None,
         origins: RowOrigins | None = None,
     ) -> None:
@@ -74,7 +106,7 @@ class SampleSource:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._events = events or Unrecorded()
+        self._events = events or Ledger(AuditLog(None))
         self._origins = origins or RowOrigins()
         self._lock = threading.Lock()
         self._epoch = 0
@@ -215,3 +247,76 @@ def read_sample(rows: Rows, task: Task, key: SampleKey) -> Sample:
     """
     row = rows[key.index]
     return Sample(key=key, row=row, truth=task.read_truth(row))
+
+
+class RowOrigins:
+    """Finds the file and the line that a row came from: ms-swift concatenates and shuffles before anybody sees rows.
+
+    A row is known by its content, which survives ms-swift; of equal rows the first line is told. 16 bytes for each. The
+    index is made when a run starts, because the learner's own thread asks it and must not wait. Immutable.
+    """
+
+    def __init__(self, files: Sequence[Path] = ()) -> None:
+        """Reads all of them once. What cannot be read is left out: whoever trains it has refused it before."""
+        self._files = tuple(files)
+        fingerprints, places = array("Q"), array("Q")
+        for number, file in enumerate(self._files):
+            try:
+                for line, row in _rows(file):
+                    fingerprints.append(_fingerprint(row))
+                    places.append(number << _LINE_BITS | line)
+            except OSError as error:
+                logger.warning("rows of %s cannot be named: %s", file, error)
+        found = np.frombuffer(fingerprints, dtype=np.uint64)
+        order = np.argsort(found, kind="stable")
+        self._fingerprints = found[order]
+        self._places = np.frombuffer(places, dtype=np.uint64)[order]
+
+    def find(self, row: Mapping[str, Any]) -> RowOrigin:
+        """Never raises: what cannot be found is told without a line."""
+        fingerprint = np.uint64(_fingerprint(row))
+        number = int(np.searchsorted(self._fingerprints, fingerprint))
+        if number == len(self._fingerprints) or self._fingerprints[number] != fingerprint:
+            return RowOrigin(None, None, image_paths(row))
+        place = int(self._places[number])
+        file, line = self._files[place >> _LINE_BITS], place & ((1 << _LINE_BITS) - 1)
+        return RowOrigin(str(file), line, image_paths(row))
+
+
+def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield number, row
+
+
+def _fingerprint(row: Mapping[str, Any]) -> int:
+    """64 bits of what ms-swift hands on unchanged; boxes as floats, because it may write 1 as 1.0."""
+    messages, objects = row.get("messages"), row.get("objects")
+    images = row.get("images") or row.get("image") or []
+    objects = objects if isinstance(objects, Mapping) else {}
+    kept = [
+        [turn.get("content") for turn in messages[-_NUM_MESSAGES:] if isinstance(turn, Mapping)]
+        if isinstance(messages, list)
+        else None,
+        [_path(image) for image in (images if isinstance(images, list) else [images])],
+        objects.get("ref"),
+        _as_floats(objects.get("bbox")),
+    ]
+    text = json.dumps(kept, default=str, separators=(",", ":"))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _path(image: Any) -> Any:
+    return image.get("path") if isinstance(image, Mapping) else image
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_floats(item) for item in value]
+    is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+    return float(value) if is_number else value

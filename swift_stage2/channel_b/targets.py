@@ -7,21 +7,20 @@ the text gives back the same objects. Called by the pipeline.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
 
-from swift_stage2.channel_b.answer_format import AnswerFormat, Objects
+from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect
+from swift_stage2.errors import SampleError
 
+Objects = Sequence[tuple[str, Sequence[int]]]
+"""(label, box) in the order of an answer; boxes are x1, y1, x2, y2 in the template's space."""
 
-class Match(Protocol):
-    """What the order of a target needs to know of a match."""
-
-    @property
-    def pairs(self) -> Sequence[tuple[int, int]]: ...  # (prediction, truth)
+SPACE = " \t\n\r"
 
 
 class TokenGroup(StrEnum):
@@ -33,6 +32,103 @@ class TokenGroup(StrEnum):
     MATCHED_COORDINATES = "matched_coordinates"
     MISSED_COORDINATES = "missed_coordinates"
     CLOSURE = "closure"  # from the bracket that closes the last object: nothing else is to come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """Every character of an answer but its labels and numbers.
+
+    Between ``head`` and ``tail`` stand objects, each ``opener``, value, ``middle``, value, ``closer``.
+    """
+
+    dialect: Dialect
+    head: str  # up to the first object: '```json\n['
+    opener: str  # from an object's bracket to its first value; in the map from behind the object's number
+    box_first: bool
+    coordinate: str  # '{}', '<|coord_{}|>' or the latter in quotes
+    coordinate_separator: str
+    middle: str  # between the two values
+    closer: str  # from behind the second value up to the object's closing bracket
+    tail: str  # behind the last object: ']\n```'
+    first_number: int  # of the map's objects
+    separator: str = ""  # between two objects; see ``between_objects``
+    empty: str = ""  # the whole answer without objects; see ``without_objects``
+    ensure_ascii: bool = False
+    seen: frozenset[str] = frozenset()
+    """Names of the fields that answers showed; the others are as this program would write them."""
+
+    @property
+    def between_objects(self) -> str:
+        """``separator``, or what goes with ``head`` where no answer had two objects."""
+        if "separator" in self.seen:
+            return self.separator
+        return "," + (self.head[len(self.head.rstrip(SPACE)) :] or " ")
+
+    @property
+    def without_objects(self) -> str:
+        """``empty``, or ``head`` and ``tail`` where no answer was without objects."""
+        return self.empty if "empty" in self.seen else self.head.rstrip(SPACE) + self.tail.lstrip(SPACE)
+
+    @property
+    def spelling(self) -> list[str]:
+        """An answer with objects and one without: what a resumed run must write alike."""
+        return [self.write((("é", (0, 1, 2, 3)), ("b", (4, 5, 6, 7)))), self.without_objects]
+
+    def pieces(self, objects: Objects, found: Sequence[bool]) -> Iterator[tuple[str, TokenGroup]]:
+        """The answer that lists ``objects``, from its first to its last character; ``found`` has a flag for each.
+
+        Raises:
+            SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
+        """
+        if not objects:
+            start = self.without_objects.index(self.dialect.opener) + 1
+            yield self.without_objects[:start], TokenGroup.STRUCTURE
+            yield self.without_objects[start:], TokenGroup.CLOSURE
+            return
+        bracket = self.closer.rindex("}")
+        yield self.head, TokenGroup.STRUCTURE
+        for number, ((label, box), is_found) in enumerate(zip(objects, found, strict=True)):
+            if number:
+                yield self.closer[bracket:] + self.between_objects, TokenGroup.STRUCTURE
+            label_group = TokenGroup.MATCHED_LABEL if is_found else TokenGroup.MISSED_LABEL
+            box_group = TokenGroup.MATCHED_COORDINATES if is_found else TokenGroup.MISSED_COORDINATES
+            values = (self._escape(label), label_group), (self._spell(box), box_group)
+            name = f'"object_{self.first_number + number}' if self.dialect.named else ""
+            yield name + self.opener, TokenGroup.STRUCTURE
+            yield values[self.box_first]
+            yield self.middle, TokenGroup.STRUCTURE
+            yield values[not self.box_first]
+            yield self.closer[:bracket], TokenGroup.STRUCTURE
+        yield self.closer[bracket:] + self.tail, TokenGroup.CLOSURE
+
+    def write(self, objects: Objects) -> str:
+        """The answer as text. Raises SampleError as ``pieces`` does."""
+        return "".join(text for text, _ in self.pieces(objects, [True] * len(objects)))
+
+    def joined(self, other: AnswerFormat) -> AnswerFormat | None:
+        """What both show together; None if they contradict each other."""
+        if any(getattr(self, name) != getattr(other, name) for name in self.seen & other.seen):
+            return None
+        added = {name: getattr(other, name) for name in other.seen - self.seen}
+        return replace(self, **added, seen=self.seen | other.seen)
+
+    def _escape(self, label: str) -> str:
+        """The label as it stands between quotes."""
+        if not label.strip() or END_OF_TURN in label:
+            raise SampleError(
+                f"a label must be text without {END_OF_TURN}, got label={label!r}; mend the row's objects.ref"
+            )
+        return json.dumps(label.strip(), ensure_ascii=self.ensure_ascii)[1:-1]
+
+    def _spell(self, box: Sequence[int]) -> str:
+        coordinates = [int(coordinate) for coordinate in box]
+        x1, y1, x2, y2 = coordinates if len(coordinates) == 4 and coordinates == list(box) else (0, 0, -1, -1)
+        if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
+            raise SampleError(
+                "a true box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got "
+                f"box={tuple(box)}; mend the row's objects.bbox"
+            )
+        return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +148,18 @@ class TargetText:
     spans: tuple[TextSpan, ...]
 
 
-def order_ground_truth(match: Match, num_ground_truth: int) -> tuple[int, ...]:
+def order_ground_truth(pairs: Sequence[tuple[int, int]], num_ground_truth: int) -> tuple[int, ...]:
     """Indices of all ground truth: what was predicted in predicted order, then the rest in its own.
 
+    ``pairs`` are (prediction, truth).
+
     Raises:
-        ValueError: the match names a truth that does not exist, or one truth twice.
+        ValueError: they name a truth that does not exist, or one truth twice.
     """
-    found = [truth for _, truth in sorted(match.pairs)]
+    found = [truth for _, truth in sorted(pairs)]
     if len(set(found)) < len(found) or not set(found) <= set(range(num_ground_truth)):
         raise ValueError(
-            f"a match must pair each truth at most once, got pairs={tuple(match.pairs)} "
+            f"a match must pair each truth at most once, got pairs={tuple(pairs)} "
             f"num_ground_truth={num_ground_truth}; give the ground truth that was matched"
         )
     return (*found, *sorted(set(range(num_ground_truth)).difference(found)))
@@ -83,13 +181,17 @@ def render_target(objects: Objects, matched_flags: Sequence[bool], answer_format
         raise ValueError(
             f"every object needs one flag, got num_objects={len(objects)} num_flags={len(matched_flags)}"
         )
-    writer = _SpanWriter()
-    for text, part, number in answer_format.pieces(objects):
-        if number is None:
-            writer.write(text, TokenGroup(part))
-        else:
-            writer.write(text, TokenGroup(f"{'matched' if matched_flags[number] else 'missed'}_{part}"))
-    return writer.finish()
+    texts: list[str] = []
+    spans: list[TextSpan] = []
+    end = 0
+    for text, group in answer_format.pieces(objects, matched_flags):
+        texts.append(text)
+        start, end = end, end + len(text)
+        if spans and spans[-1].group is group:
+            start = spans.pop().start
+        if end > start:
+            spans.append(TextSpan(start, end, group))
+    return TargetText("".join(texts), tuple(spans))
 
 
 def weigh_tokens(
@@ -129,24 +231,3 @@ def _group_of(offset: tuple[int, int], spans: Sequence[TextSpan], starts: Sequen
         num_characters[span.group] += min(end, span.end) - max(start, span.start)
         index += 1
     return max(num_characters, key=lambda group: num_characters[group])
-
-
-class _SpanWriter:
-    """Text that grows together with its spans; neighbours of one group become one span."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._spans: list[TextSpan] = []
-        self._end = 0
-
-    def write(self, piece: str, group: TokenGroup) -> None:
-        start = self._end
-        if self._spans and self._spans[-1].group == group:
-            start = self._spans.pop().start
-        self._pieces.append(piece)
-        self._end += len(piece)
-        if self._end > start:
-            self._spans.append(TextSpan(start, self._end, group))
-
-    def finish(self) -> TargetText:
-        return TargetText("".join(self._pieces), tuple(self._spans))

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from swift_stage2.channel_b.answer_format import AnswerFormat, fill_placeholders, read_format
+from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.channel_b.ground_truth import lists_objects, read_ground_truth
-from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
+from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, path_of
 from swift_stage2.errors import ConfigError, SampleError

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-from swift_stage2.channel_b.answer_format import AnswerFormat, join_formats
+from swift_stage2.channel_b.answer_format import join_formats
 from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import look_at
 from swift_stage2.dataset.row_check import CheckedRow, check_line

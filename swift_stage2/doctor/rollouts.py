@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.packing_line import make_segment
+from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task

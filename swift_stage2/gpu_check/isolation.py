@@ -12,7 +12,7 @@ import torch
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.grounding_dataset import write_dataset

@@ -13,8 +13,12 @@ import torch
 
 from swift_stage2.channel_b import detection as detection  # registers the task that is shipped
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import (
+    Prepared,
+    Preprocessor,
+    ProcessPreprocessor,
+    ThreadPreprocessor,
+)
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task
 from swift_stage2.collectives import ControlGroup, together

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
-from swift_stage2.channel_b.packing_line import make_segment
+from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, VersionSpan

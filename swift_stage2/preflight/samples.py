@@ -16,8 +16,7 @@ from PIL import Image
 
 from swift_stage2.channel_b.answer_format import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing_line import make_pack, make_segment
+from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup, together

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
-from swift_stage2.scheduling.step_plan import SkipReason, StepPlan, plan_step
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _NUM_COMMON_ENTRIES = 7
 _MILLI = 1000  # durations travel as whole thousandths of a step
@@ -88,9 +88,15 @@ class GateOutcome:
         return SkipReason.NOT_ENOUGH_PACKS
 
     def plan(self, *, wants_b: bool) -> StepPlan:
-        """Plan the step. Suspect servers alone stop nothing: packs that are ready stay valid."""
-        allowed = self.reserved_everywhere and not self.pipeline_failed and not self.truncation_guard
-        return plan_step(wants_b=wants_b, reserved_everywhere=allowed, skip_reason=self.skip_reason)
+        """B iff it is wanted, reserved everywhere, and neither a failed pipeline nor a truncation guard forbids it.
+
+        Suspect servers alone stop nothing: packs that are ready stay valid.
+        """
+        if not wants_b:
+            return StepPlan(Channel.A)
+        if self.reserved_everywhere and not (self.pipeline_failed or self.truncation_guard):
+            return StepPlan(Channel.B)
+        return StepPlan(Channel.A, self.skip_reason)
 
 
 def vector_length(num_servers: int) -> int:

@@ -1,7 +1,6 @@
-"""Turns "B is wanted" and "every rank reserved" into the plan of one optimizer step.
+"""The plan of one optimizer step: its channel, and why not B where B was wanted.
 
-The plan is the same on every rank, because both inputs are. Called by the learner right after the
-step's all-reduce; the channel then holds for the whole accumulation window.
+Equal on every rank, because the gate's outcome is; the channel then holds for the whole accumulation window.
 """
 
 from __future__ import annotations
@@ -44,20 +43,3 @@ class StepPlan:
     def wanted_b(self) -> bool:
         """Whether the schedule asked for channel B."""
         return self.channel is Channel.B or self.skip_reason is not None
-
-
-def plan_step(
-    *,
-    wants_b: bool,
-    reserved_everywhere: bool,
-    skip_reason: SkipReason = SkipReason.NOT_ENOUGH_PACKS,
-) -> StepPlan:
-    """Plan one step: B iff it is wanted and every rank holds a reservation.
-
-    ``skip_reason`` is the cause to report if a wanted B cannot run; it decides nothing.
-    """
-    if not wants_b:
-        return StepPlan(Channel.A)
-    if reserved_everywhere:
-        return StepPlan(Channel.B)
-    return StepPlan(Channel.A, skip_reason)

@@ -39,16 +39,3 @@ class VersionClock:
         with self._lock:
             self._current += 1
             return self._current
-
-    def is_fresh(self, version: int, window: int) -> bool:
-        """Say whether ``version`` >= current - ``window``.
-
-        Raises:
-            ValueError: ``window`` is negative.
-        """
-        if window < 0:
-            raise ValueError(f"a version window is at least 0, got window={window}; 2 is the default")
-        return is_fresh(version, current=self._current, window=window)
-
-    def __repr__(self) -> str:
-        return f"VersionClock(current={self._current})"

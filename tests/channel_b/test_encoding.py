@@ -24,8 +24,8 @@ from real_model import (
 )
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.packing_line import make_target
 from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.preprocessing import make_target
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import Sample, Segment

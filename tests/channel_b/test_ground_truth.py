@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.channel_b.ground_truth import TrueObjects, lists_objects, read_ground_truth
+from swift_stage2.channel_b.parsing import TrueObjects, lists_objects, read_ground_truth
 from swift_stage2.errors import SampleError
 
 

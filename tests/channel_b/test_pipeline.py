@@ -17,20 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline, StepView
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.prompt_mismatch import MANY_GIVEN_UP
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
-from swift_stage2.channel_b.row_origins import RowOrigins
-from swift_stage2.channel_b.sample_events import Unrecorded
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP
+from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import FenceShutDown
+from swift_stage2.evaluation import RankEvaluation
 from swift_stage2.records import (
     BatchOutcome,
     Pack,
@@ -255,7 +254,7 @@ def make_bench(
             make_request=encoder.request,
             preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DecodingConfig(),
-            events=Unrecorded(),  # type: ignore[arg-type]
+            events=EvaluationRecorder(),
         )
         pipelines: list[Pipeline] = []
         queue: ReadyQueue[Pack] = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
@@ -282,7 +281,7 @@ def make_bench(
             ),
             events=events,
             version_window=WINDOW,
-            evaluation=evaluation,
+            ask_evaluation=evaluation.ask,
             **(settings | changes),
         )
         pipelines.append(pipeline)

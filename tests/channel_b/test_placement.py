@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
+from swift_stage2.channel_b.rollout_client.plan import ServerLoad, ServerPace, as_slices, place
 
 PACES = st.one_of(st.none(), st.floats(0.01, 1000.0))
 SERVERS = st.lists(

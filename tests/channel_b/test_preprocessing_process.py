@@ -21,8 +21,7 @@ import torch
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import Judged, Prepared, ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import Judged, Prepared, ProcessPreprocessor, ThreadPreprocessor
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
@@ -241,7 +240,7 @@ import sys
 from pathlib import Path
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import ProcessPreprocessor
 from swift_stage2.preflight.packing_isolation import empty_rollout
 from swift_stage2.preflight.channel_b_parts import check_preprocessing
 from swift_stage2.telemetry.trace import Trace

@@ -12,11 +12,10 @@ from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.evaluation import MAX_ASKS, RankEvaluation
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
-from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.config import DecodingConfig
+from swift_stage2.evaluation import MAX_ASKS, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.records import (
     BatchOutcome,
@@ -38,7 +37,7 @@ def encoder() -> Encoder:
     return make_encoder()
 
 
-class Recorder(Unrecorded):
+class Recorder:
     def __init__(self) -> None:
         self.given_up_rows: dict[int, str] = {}
         self.posts: list[tuple[str, int]] = []

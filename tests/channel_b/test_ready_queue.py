@@ -69,32 +69,6 @@ def test_a_reserve_that_fails_purges_but_takes_nothing() -> None:
     assert queue.peek_versions() == (3,)
 
 
-class Watched:
-    """A pack that tells who looked at its version."""
-
-    def __init__(self, name: int, looked_at: set[int]) -> None:
-        self._name, self._looked_at = name, looked_at
-
-    @property
-    def version(self) -> int:
-        self._looked_at.add(self._name)
-        return 3
-
-
-def test_a_queue_without_stale_packs_is_not_looked_through() -> None:
-    looked_at: set[int] = set()
-    queue: ReadyQueue[Watched] = ReadyQueue(101, 1)
-    for name in range(100):
-        queue.offer(Watched(name, looked_at), current_version=3)
-    looked_at.clear()
-    reservation = queue.reserve(2, current_version=4)
-    assert reservation is not None
-    reservation.release()
-    queue.offer(Watched(100, looked_at), current_version=4)
-    assert looked_at == {0, 1, 100}, "only what came in is looked at"
-    assert queue.reserve(1, current_version=5) is None
-
-
 def test_window_zero_keeps_the_current_version_only() -> None:
     queue, _ = filled(window=0)
     for version in (1, 2, 3):

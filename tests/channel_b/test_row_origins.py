@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.channel_b.sample_source import RowOrigins
 
 
 def _row(number: int, image: str) -> dict[str, Any]:

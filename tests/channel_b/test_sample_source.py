@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.channel_b.sample_source import SampleSource, usable_rows
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource, usable_rows
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import SampleKey

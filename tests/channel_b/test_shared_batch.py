@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.shared_batch import read_batch, write_batch
+from swift_stage2.channel_b.preprocessing_worker import read_batch, write_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 

@@ -9,8 +9,7 @@ import pytest
 from real_model import answer_and_objects, make_encoder, make_task, make_template, rollout_of, sample_of
 
 from swift_stage2.channel_b.detection import DetectionTask
-from swift_stage2.channel_b.ground_truth import TrueObjects
-from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target

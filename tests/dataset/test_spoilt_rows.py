@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from row_files import make_image, make_row, write_rows
 
-from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.channel_b.sample_source import RowOrigins
 from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import survey
 

@@ -33,10 +33,8 @@ from torchrun_job import TEMPLATE, LearnerRun, Server, run_learner, write_config
 import swift_stage2
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.channel_b.packing_line import make_target
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.preprocessing import Prepared
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import Prepared, ProcessPreprocessor, make_target
 from swift_stage2.channel_b.task import TASKS, Task
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError

@@ -22,8 +22,7 @@ from interleaving.virtual_servers import Computation, VirtualServer, Watcher, We
 from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, active, running
 
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.sample_events import ReturnReason
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner

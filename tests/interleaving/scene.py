@@ -23,17 +23,15 @@ from interleaving.virtual_servers import Fate, Network, VirtualServer, VirtualTr
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
 from swift_stage2.channel_b.encoding import PromptEncoding
-from swift_stage2.channel_b.evaluation import RankEvaluation
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_events import Unrecorded
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
-from swift_stage2.evaluation import PinnedEvaluation
+from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import BatchOutcome, MatchQuality, Pack, Rollout, Sample, SampleKey, Segment, Target
@@ -117,12 +115,16 @@ def _preprocessor(encoder: StubEncoder) -> ThreadPreprocessor:
     return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
 
 
-class EvaluationEvents(Unrecorded):
+class EvaluationEvents:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         self._ledger.counts["evaluation posts"] += 1
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
     def given_up(self, index: int, message: str) -> None:
         self._ledger.counts["evaluation rows given up"] += 1
@@ -426,7 +428,7 @@ class Scene:
             redraw_dropped=setting.redraw_dropped,
             max_attempts=setting.max_attempts,
             version_window=setting.version_window,
-            evaluation=evaluation.part if evaluation is not None else None,
+            ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         )
         pipelines.append(pipeline)
         self._watch_production(rank, pipeline)

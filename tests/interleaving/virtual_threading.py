@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import httpx
 from interleaving.scheduler import Scheduler, Strand
 
-from swift_stage2 import fence, learner
-from swift_stage2.channel_b import evaluation, pipeline, ready_queue, sample_source
-from swift_stage2.channel_b.rollout_client import client, lane, seeds, share, trust
+from swift_stage2 import evaluation, fence, learner
+from swift_stage2.channel_b import pipeline, ready_queue, sample_source
+from swift_stage2.channel_b.rollout_client import client, lane, plan, trust
 from swift_stage2.scheduling import version_clock
 from swift_stage2.servers import call as server_call
 from swift_stage2.servers import pending_abort
@@ -326,10 +326,10 @@ class Executor:
 
 _WITH_THREADING = (
     client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
-    seeds, server_call, server_push, suspect_probe, trust, tensors, version_clock,
+    plan, server_call, server_push, suspect_probe, trust, tensors, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    fence, lane, learner, pipeline, server_push, server_session, share, weight_sync,
+    fence, lane, learner, pipeline, server_push, server_session, weight_sync,
 )  # fmt: skip
 
 

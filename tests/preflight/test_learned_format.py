@@ -23,10 +23,14 @@ from real_model import (
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing_line import make_pack, make_target
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.preprocessing import Prepared, ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import (
+    Prepared,
+    ProcessPreprocessor,
+    ThreadPreprocessor,
+    make_pack,
+    make_target,
+)
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.telemetry.trace import Trace

@@ -13,7 +13,7 @@ from PIL import Image
 from real_model import make_encoder, make_template, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.row_origins import RowOrigins
+from swift_stage2.channel_b.sample_source import RowOrigins
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.preflight.samples import Excess, RowLengths, measure_lengths
 

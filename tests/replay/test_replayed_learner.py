@@ -13,7 +13,7 @@ import torch
 from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing_line import make_pack, make_segment
+from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.records import Pack, Rollout, SampleKey, VersionSpan

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from run_files import RunFiles, balanced_ledger
 
-from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run

@@ -13,7 +13,7 @@ from ledger_run import LedgerRun
 from PIL import Image
 from run_files import RunFiles, picture
 
-from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.report.gallery import (
     MOST_SIDE,
     Gallery,

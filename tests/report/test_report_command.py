@@ -14,7 +14,7 @@ from ledger_run import LedgerRun
 from run_files import RunFiles, balanced_ledger
 from small_disk import SmallDisk
 
-from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.records import RowOrigin, SampleKey
 from swift_stage2.report.content import Table

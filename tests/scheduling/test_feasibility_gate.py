@@ -104,3 +104,31 @@ def test_a_vector_for_other_servers_is_refused() -> None:
         decide(RankFacts().encode(), num_servers=1)
     with pytest.raises(ValueError, match="one entry per server"):
         RankFacts(servers_suspect=(True,))
+
+
+@pytest.mark.parametrize(
+    ("wants_b", "reserved", "channel", "reason", "wanted"),
+    [
+        (True, True, "B", None, True),
+        (True, False, "A", SkipReason.NOT_ENOUGH_PACKS, True),
+        (False, True, "A", None, False),
+        (False, False, "A", None, False),
+    ],
+)
+def test_schedule_wants_and_gate_allows(
+    wants_b: bool, reserved: bool, channel: str, reason: SkipReason | None, wanted: bool
+) -> None:
+    plan = gate(RankFacts(not_reserved=not reserved)).plan(wants_b=wants_b)
+    assert plan.channel == channel
+    assert plan.skip_reason == reason
+    assert plan.wanted_b is wanted
+
+
+def test_a_cause_is_told_only_when_b_is_skipped() -> None:
+    paused = gate(RankFacts(truncation_guard=True))
+    assert paused.plan(wants_b=True).skip_reason is SkipReason.TRUNCATION_GUARD
+    assert paused.plan(wants_b=False).skip_reason is None
+
+
+def test_reasons_and_channels_read_as_plain_words() -> None:
+    assert f"{SkipReason.NOT_ENOUGH_PACKS} {Channel.B}" == "not_enough_packs B"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ledger_run import LedgerRun, again
 
-from swift_stage2.channel_b.sample_events import ReturnReason
+from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import AuditLog, Record
 from swift_stage2.telemetry.ledger import Ledger

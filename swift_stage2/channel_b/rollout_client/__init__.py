@@ -1,19 +1,13 @@
 """Turns samples into rollouts: asks proven rollout servers, and says what became of every sample.
 
-    client       one batch over all servers, one outcome back; the only name other modules need
-    lane         what this rank does with one server, one call at a time
-    share        one server's part of a batch, and what became of it
-    plan         which requests go into the next POST after an error or a timeout (pure)
-    placement    how many samples of a batch each server gets (pure)
-    terms        how a batch is decoded, under which version, and who hears of its POSTs
-    seeds        the seed of a POST (pure)
-    trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
-    connection   one HTTP call with one deadline, and how it ended
-
-The pipeline calls ``RolloutClient.generate``.
+client       one batch over all servers, one outcome back; the pipeline calls ``RolloutClient.generate``
+lane         one server: its share of a batch, one POST at a time, each under a fence ticket
+connection   one HTTP call with one deadline, and how it ended
+plan         which servers, which requests, which seed (pure)
+trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
 """
 
 from swift_stage2.channel_b.rollout_client.client import RolloutClient
-from swift_stage2.channel_b.rollout_client.terms import Terms
+from swift_stage2.channel_b.rollout_client.lane import PostEvents, Terms
 
-__all__ = ["RolloutClient", "Terms"]
+__all__ = ["PostEvents", "RolloutClient", "Terms"]

@@ -15,12 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-from swift_stage2.channel_b.rollout_client.lane import LaneSettings, ServerLane
-from swift_stage2.channel_b.rollout_client.placement import ServerLoad, ServerPace, as_slices, place
-from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
-from swift_stage2.channel_b.rollout_client.share import merge_shares
-from swift_stage2.channel_b.rollout_client.terms import Terms
-from swift_stage2.channel_b.sample_events import PostEvents, Unrecorded
+from swift_stage2.channel_b.rollout_client.lane import (
+    LaneSettings,
+    PostEvents,
+    ServerLane,
+    Share,
+    Terms,
+)
+from swift_stage2.channel_b.rollout_client.plan import SeedLedger, ServerLoad, ServerPace, as_slices, place
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.fence import InferFence
@@ -86,7 +88,7 @@ class RolloutClient:
             is_lost=is_lost,
             watch_post=watch_post,
         )
-        self._terms = Terms(decoding, events or Unrecorded())
+        self._terms = Terms(decoding, events)
         urls = [url.rstrip("/") for url in servers]
         self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
         self._paces = dict.fromkeys(urls, ServerPace())
@@ -190,7 +192,7 @@ class RolloutClient:
         shares = {url: future.result(timeout=0) for url, future in futures.items()}
         for url, share in shares.items():
             self._paces[url] = self._paces[url].after(share.num_answered, share.answered_s, self._num_batches)
-        return merge_shares(shares, () if lanes else samples, self._take_news())
+        return _merge(shares, () if lanes else samples, self._take_news())
 
     def settle(self, server: str) -> bool:
         """Settles what was abandoned on ``server`` now instead of in the background; True if it is not busy.
@@ -240,3 +242,31 @@ class RolloutClient:
     def _take_news(self) -> dict[str, str]:
         news = {url: lane.trust.take_news() for url, lane in self._lanes.items()}
         return {url: reason for url, reason in news.items() if reason is not None}
+
+
+def _merge(
+    shares: Mapping[str, Share], unasked: Sequence[Sample], suspects: Mapping[str, str]
+) -> BatchOutcome:
+    """The outcome of a batch from its shares by base URL, in the order of the batch."""
+    parts = shares.values()
+    return BatchOutcome(
+        rollouts=tuple(part.rollouts[n] for part in parts for n in sorted(part.rollouts)),
+        returned=(
+            *(
+                part.samples[n]
+                for part in parts
+                for n in range(len(part.samples))
+                if n not in part.rollouts and n not in part.plan.quarantined
+            ),
+            *unasked,
+        ),
+        aborted=tuple(part.aborted[n] for part in parts for n in sorted(part.aborted)),
+        timed_out=tuple(part.samples[n] for part in parts for n in part.plan.timed_out),
+        quarantined=tuple(
+            (part.samples[n], reason) for part in parts for n, reason in sorted(part.plan.quarantined.items())
+        ),
+        suspects=suspects,
+        abandoned={url: part.num_abandoned for url, part in shares.items() if part.num_abandoned},
+        failures=tuple(failure for part in parts for failure in part.failures),
+        num_posts=sum(part.num_posts for part in parts),
+    )

@@ -9,28 +9,104 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan
-from swift_stage2.channel_b.rollout_client.seeds import SeedLedger
-from swift_stage2.channel_b.rollout_client.share import Post, Request, Share, TimeBudget
-from swift_stage2.channel_b.rollout_client.terms import Terms
+from swift_stage2.channel_b.rollout_client.plan import Piece, PostEnd, RequestPlan, SeedLedger
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
-from swift_stage2.records import PostFailure, Sample
-from swift_stage2.servers.protocol import request_config
+from swift_stage2.records import PostFailure, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.servers.protocol import Completion, request_config
 
 logger = logging.getLogger(__name__)
+
+Request = Mapping[str, Any]
 
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
 _BUSY_PAUSE_S = 1.0
+
+
+class PostEvents(Protocol):
+    """Hears of every POST that asks for samples, on the thread of its lane."""
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None: ...
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the POSTs of one batch have in common."""
+
+    decoding: DecodingConfig
+    events: PostEvents | None = None
+    only_version: int | None = None
+    """Nothing is asked under another version; the samples return instead. None: any version will do."""
+
+
+class TimeBudget:
+    """Seconds that pass only while nobody waits for a ticket."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What passes inside is not counted."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end += time.monotonic() - started
+
+
+@dataclass(slots=True)
+class Share:
+    """Samples and their requests by number, the plan over these numbers, and what has come of them so far."""
+
+    samples: Sequence[Sample]
+    requests: Sequence[Request]
+    terms: Terms
+    plan: RequestPlan
+    budget: TimeBudget
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    aborted: dict[int, Rollout] = field(default_factory=dict)
+    failures: list[PostFailure] = field(default_factory=list)
+    num_abandoned: int = 0
+    num_posts: int = 0
+    num_answered: int = 0
+    """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
+    answered_s: float = 0.0
+
+    def keep(
+        self, number: int, completion: Completion, *, server: str, seed: int, version: int, seconds: float
+    ) -> None:
+        """Turns a completion into the rollout of its sample; an aborted one leaves the sample to return."""
+        kept = self.aborted if completion.finish_reason == "abort" else self.rollouts
+        kept[number] = Rollout(
+            sample=self.samples[number],
+            text=completion.text,
+            token_ids=completion.token_ids,
+            prompt_token_ids=completion.prompt_token_ids,
+            truncated=completion.finish_reason == "length",
+            seed=seed if completion.seed is None else completion.seed,
+            server=server,
+            spans=(VersionSpan(version, 0, len(completion.token_ids)),),
+            log_probs=completion.log_probs,
+            seconds=seconds,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +190,8 @@ class ServerLane:
         finally:
             if self.trust.settle_by is not None and not self._settings.stop.is_set():
                 self.settle()  # after this, on the same thread: the share need not wait for it
-        for sample in share.resolved:
-            self._settings.seeds.forget(sample.key)
+        for number in (*share.rollouts, *plan.quarantined):
+            self._settings.seeds.forget(samples[number].key)
         return share
 
     def _may_go_on(self, budget: TimeBudget) -> bool:
@@ -129,11 +205,17 @@ class ServerLane:
     def _ask(self, share: Share, piece: Piece) -> None:
         requests = [share.requests[number] for number in piece.indices] or self._known_good
         if not requests:
-            self._blame(share, f"nothing that it was asked ever succeeded: {share.failures[-1].reason}")
+            reason = f"nothing that it was asked ever succeeded: {share.failures[-1].reason}"
+            share.plan.blame_server(reason)
+            self._suspect(reason)
             return
         with self._ticket(share.budget) as ticket:
             # A round may have come and gone during the wait, and have left this server out.
-            if ticket is None or not self.trust.is_proven or not share.may_be_of(ticket.version):
+            if (
+                ticket is None
+                or not self.trust.is_proven
+                or share.terms.only_version not in (None, ticket.version)
+            ):
                 share.plan.end()
                 return
             end = self._post(share, piece, requests, ticket)
@@ -148,23 +230,31 @@ class ServerLane:
         seed = self._settings.seeds.next_seed(leader.key)
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
         keys = [share.samples[number].key for number in piece.indices]
-        if keys:
-            share.terms.events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
+        events = share.terms.events if keys else None
+        if events is not None:
+            events.sent(keys, server=self.base_url, seed=seed, version=ticket.version)
         started = time.monotonic()
         with self._settings.watch_post():
             result = self._connection.infer(requests, self._config(share, piece, seed), timeout_s=timeout_s)
-        post = Post(self.base_url, seed, ticket.version, time.monotonic() - started)
+        seconds = time.monotonic() - started
         share.num_posts += 1
         result = self._doubt(result, ticket.version)
-        if keys:
-            share.terms.events.finished(keys, server=self.base_url, end=result.end, seconds=post.seconds)
+        if events is not None:
+            events.finished(keys, server=self.base_url, end=result.end, seconds=seconds)
         if result.end is PostEnd.ANSWERED:
             self._known_good = [requests[0]]
             if all(completion.finish_reason != "abort" for completion in result.completions):
                 share.num_answered += len(piece.indices)
-                share.answered_s += post.seconds
+                share.answered_s += seconds
             for number, completion in zip(piece.indices, result.completions, strict=not piece.is_probe):
-                share.keep(number, completion, post)
+                share.keep(
+                    number,
+                    completion,
+                    server=self.base_url,
+                    seed=seed,
+                    version=ticket.version,
+                    seconds=seconds,
+                )
         elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
             self._abandon(share, len(requests))
         self._record(share, piece, result)
@@ -196,10 +286,6 @@ class ServerLane:
             logger.info("no rollout for %d requests: %s", len(piece.indices), result.reason)
         if share.plan.server_fault is not None:
             self._suspect(share.plan.server_fault)
-
-    def _blame(self, share: Share, reason: str) -> None:
-        share.plan.blame_server(reason)
-        self._suspect(reason)
 
     def _settle_or_suspect(self) -> bool:
         try:

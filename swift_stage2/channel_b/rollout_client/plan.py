@@ -1,18 +1,41 @@
-"""Decides which requests of one batch go into the next POST, given how the earlier ones ended.
+"""Decides by numbers alone: how a batch is split over servers, which requests the next POST asks, under which seed.
 
-Pure bookkeeping over request numbers. A request is quarantined only if it failed alone and another one
-succeeded on the same server afterwards; otherwise the server is at fault and nothing is condemned.
-Every request ends answered, quarantined or unresolved. Driven by a lane.
+Placement: a batch goes to as few servers as hold it, so that engines are full; among those it is split by pace. Servers
+that are about as fast as the best take turns, because ranks that all ran after the fastest would meet there.
 
-Our server names the requests that failed. Its word only chooses the next POSTs: who is named is asked once more,
-alone, and the rest together, so that a wrong name costs a POST and condemns nobody.
+Plan: a request is quarantined only if it failed alone and another one succeeded on the same server afterwards;
+otherwise the server is at fault and nothing is condemned. Every request ends answered, quarantined or unresolved. Our
+server names the requests that failed; its word only chooses the next POSTs: who is named is asked once more, alone, and
+the rest together, so that a wrong name costs a POST and condemns nobody.
+
+Seeds: engines give a POST's i-th request ``seed + i``. Each rank owns one interval of the 31-bit seeds, whole POSTs
+included, so that two ranks can never sample with a common seed. Where a merger joins POSTs, the joint one takes its
+first part's seed and has room for 4096 requests behind it: the others' own go unused, and no two requests get one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
+from itertools import accumulate
+
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
+from swift_stage2.records import SampleKey
+
+_NEWEST = 0.3  # weight of the latest batch in the pace
+_FORGET_AFTER = 32  # batches: a server that was left out for so long is tried again
+_ABOUT_AS_FAST = 1.5
+# A larger batch makes an engine look faster, which in full proportion would feed itself; 5 % off at twice the pace.
+_CAUTION = 0.9
+
+_LARGEST_SEED = 2**31 - 1
+_TURNS_PER_POSITION = 16
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class PostEnd(StrEnum):
@@ -174,3 +197,175 @@ class RequestPlan:
         middle = (len(piece.indices) + 1) // 2
         self._waiting.append(Piece(piece.indices[middle:]))
         self._waiting.append(Piece(piece.indices[:middle]))
+
+
+def request_seed(
+    *, run_seed: int, rank: int, world_size: int, epoch: int, position: int, attempt: int, draw: int
+) -> int:
+    """Seed for the POST that is led by the sample at (``epoch``, ``position``) of ``rank``'s stream.
+
+    ``attempt`` counts the sample's rollouts, ``draw`` the POSTs that it led within this attempt. The seed and the
+    4095 that follow it lie in 1..2**31-1 and in no other rank's interval, whatever the other arguments are. Within a
+    rank and epoch, positions and the first 15 (attempt, draw) pairs map to seeds one to one, until
+    16 × position exceeds the interval (1.3e8 positions / ``world_size``).
+
+    Raises:
+        ValueError: a rank outside the world, a negative count, or a world too large for 31 bits.
+    """
+    if not 0 <= rank < world_size or min(epoch, position, attempt, draw) < 0:
+        raise ValueError(
+            f"a seed needs 0 <= rank < world_size and counts of at least 0, got rank={rank} world_size={world_size} "
+            f"epoch={epoch} position={position} attempt={attempt} draw={draw}"
+        )
+    interval, num_starts, stride = _layout(world_size)
+    block, turn = divmod(_pair(attempt, draw), _TURNS_PER_POSITION)
+    serial = _offset(run_seed, epoch, block) + position * _TURNS_PER_POSITION + turn
+    return 1 + rank * interval + serial * stride % num_starts
+
+
+class SeedLedger:
+    """Counts the POSTs that each unresolved sample has led, so that none of them repeats a seed."""
+
+    def __init__(self, *, run_seed: int, rank: int, world_size: int) -> None:
+        _layout(world_size)
+        self._run_seed = run_seed
+        self._rank = rank
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._draws: dict[tuple[int, int, int], int] = {}
+
+    def next_seed(self, key: SampleKey) -> int:
+        """A seed that no earlier POST led by this sample has had."""
+        place = (key.epoch, key.position, key.attempt)
+        with self._lock:
+            draw = self._draws.get(place, 0)
+            self._draws[place] = draw + 1
+        return request_seed(
+            run_seed=self._run_seed,
+            rank=self._rank,
+            world_size=self._world_size,
+            epoch=key.epoch,
+            position=key.position,
+            attempt=key.attempt,
+            draw=draw,
+        )
+
+    def forget(self, key: SampleKey) -> None:
+        """Ends the count of a sample that has its rollout or is quarantined."""
+        with self._lock:
+            self._draws.pop((key.epoch, key.position, key.attempt), None)
+
+
+@lru_cache(maxsize=8)
+def _layout(world_size: int) -> tuple[int, int, int]:
+    """(seeds per rank, first seeds among them that leave room for a whole POST, stride between two serials)."""
+    interval = _LARGEST_SEED // world_size if world_size > 0 else 0
+    num_starts = interval - MAX_REQUESTS_PER_POST + 1
+    if num_starts < _TURNS_PER_POSITION:
+        raise ValueError(
+            f"every rank needs room for one POST of {MAX_REQUESTS_PER_POST} requests in 31 bits, got "
+            f"world_size={world_size}"
+        )
+    # Coprime to num_starts, so serials map to starts one to one; near the golden ratio, so that
+    # neighbours in the stream land far apart and their POSTs do not overlap.
+    stride = int(num_starts * _GOLDEN)
+    while math.gcd(stride, num_starts) != 1:
+        stride += 1
+    return interval, num_starts, stride
+
+
+def _pair(attempt: int, draw: int) -> int:
+    """Cantor's pairing: one integer per (attempt, draw), small ones for small pairs."""
+    diagonal = attempt + draw
+    return diagonal * (diagonal + 1) // 2 + draw
+
+
+@lru_cache(maxsize=64)
+def _offset(run_seed: int, epoch: int, block: int) -> int:
+    digest = hashlib.blake2b(f"{run_seed}:{epoch}:{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPace:
+    """Prompts per second of one server as this rank has seen it; without history None."""
+
+    prompts_per_s: float | None = None
+    last_batch: int = 0  # number of the batch that it was last part of
+
+    def after(self, num_prompts: int, seconds: float, batch: int) -> ServerPace:
+        """With one more share: ``num_prompts`` answered in ``seconds`` of POSTs; an empty one shows nothing."""
+        if num_prompts < 1 or seconds <= 0:
+            return ServerPace(self.prompts_per_s, batch)
+        pace = num_prompts / seconds
+        if self.prompts_per_s is not None:
+            pace = (1 - _NEWEST) * self.prompts_per_s + _NEWEST * pace
+        return ServerPace(pace, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """What placement knows of one server."""
+
+    pace: ServerPace
+    in_flight: int = 0  # prompts of this rank that it may still be computing
+
+
+def place(
+    num_samples: int, servers: Sequence[ServerLoad], *, full_share: int, turn: int, batch: int
+) -> tuple[int, ...]:
+    """Samples for each of ``servers``, in their order; together ``num_samples``.
+
+    Uses ``ceil(num_samples / full_share)`` servers as far as there are. ``turn`` says with which of the equally good
+    ones to begin; ``batch`` numbers the batches. A server without history counts as fast as the fastest known.
+
+    Raises:
+        ValueError: ``full_share`` < 1, a negative count, or samples for no server.
+    """
+    if full_share < 1 or num_samples < 0 or (num_samples and not servers):
+        raise ValueError(
+            f"placement needs full_share >= 1 and servers for its samples, got full_share={full_share} "
+            f"num_samples={num_samples} num_servers={len(servers)}"
+        )
+    if not num_samples:
+        return (0,) * len(servers)
+    paces = _known_paces(servers, batch)
+    chosen = _choose(min(len(servers), math.ceil(num_samples / full_share)), servers, paces, full_share, turn)
+    weights = [paces[n] ** _CAUTION for n in chosen]
+    busy = [float(servers[n].in_flight) for n in chosen]
+    sizes = dict(zip(chosen, _in_proportion(num_samples, weights, busy), strict=True))
+    return tuple(sizes.get(n, 0) for n in range(len(servers)))
+
+
+def as_slices(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive slices of these sizes."""
+    bounds = [0, *accumulate(sizes)]
+    return [slice(start, start + size) for start, size in zip(bounds, sizes, strict=False)]
+
+
+def _known_paces(servers: Sequence[ServerLoad], batch: int) -> list[float]:
+    known = [
+        load.pace.prompts_per_s if batch - load.pace.last_batch <= _FORGET_AFTER else None for load in servers
+    ]
+    fastest = max((pace for pace in known if pace is not None), default=1.0)
+    return [fastest if pace is None else pace for pace in known]
+
+
+def _choose(
+    num_chosen: int, servers: Sequence[ServerLoad], paces: Sequence[float], full_share: int, turn: int
+) -> list[int]:
+    """Those that would end a full share first; those about as good take turns."""
+    ends = [(load.in_flight + full_share) / pace for load, pace in zip(servers, paces, strict=True)]
+    good_enough = min(ends) * _ABOUT_AS_FAST
+    in_turn = [(turn + n) % len(servers) for n in range(len(servers))]
+    return sorted(in_turn, key=lambda n: max(ends[n], good_enough))[:num_chosen]
+
+
+def _in_proportion(total: int, weights: Sequence[float], busy: Sequence[float]) -> list[int]:
+    """Sizes so that ``(busy + size) / weight`` is as equal as can be; at least 1 each while there is enough."""
+    least = 1 if total >= len(weights) else 0
+    sizes = [least] * len(weights)
+    for _ in range(total - sum(sizes)):
+        best = min(range(len(weights)), key=lambda n: ((busy[n] + sizes[n] + 1) / weights[n], n))
+        sizes[best] += 1
+    return sizes

@@ -1,14 +1,23 @@
 """Whether one server may be asked for rollouts: proven by a round, suspect, or busy with an abandoned POST.
 
-Invariant: a suspect server stays unproven until ``prove``. Written by the server's lane and by the
-learner after a round, read by both, so every access holds one lock.
+Invariant: a suspect server stays unproven until ``prove``. Its lane and, after a round, the learner write, both read,
+so every access holds one lock.
+
+The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
+differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
+learner on another one. Other pixel limits differ on large images only, so a server with many such samples is told of.
+An answer whose prompt is that of another sample in the batch says nothing against its own sample: the server gave one
+request's answer to another, and where one went astray, those to equal prompts may have as well.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 
+from swift_stage2.errors import PromptMismatch
+from swift_stage2.records import Rollout
 from swift_stage2.servers.protocol import Completion
 
 
@@ -119,3 +128,57 @@ class ServerTrust:
                 if run_id not in (None, completion.run_id) and (must_stamp or completion.run_id is not None):
                     return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
         return None
+
+
+PERMUTED = "it gave one request's answer to another, as the prompt ids of its answers show"
+
+
+def permuting_servers(rollouts: Sequence[Rollout], found: Sequence[object]) -> frozenset[str]:
+    """Base URLs among ``rollouts``; ``found[i]`` is what the preprocessor made of ``rollouts[i]``, or its refusal."""
+    asked: dict[str, set[tuple[int, ...]]] = {}
+    for rollout, each in zip(rollouts, found, strict=True):
+        prompt = each.expected if isinstance(each, PromptMismatch) else rollout.prompt_token_ids
+        asked.setdefault(rollout.server, set()).add(prompt)
+    return frozenset(
+        rollout.server
+        for rollout, each in zip(rollouts, found, strict=True)
+        if isinstance(each, PromptMismatch) and rollout.prompt_token_ids in asked[rollout.server]
+    )
+
+
+MANY_GIVEN_UP = 8
+
+
+def misreading_servers(
+    rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
+) -> dict[str, str]:
+    """Base URL → why the server is suspect; ``found[i]`` is what became of ``rollouts[i]``, or its refusal.
+
+    ``agreeing`` are the servers whose prompt was the learner's for any sample, here or since a round proved them anew.
+    """
+    mismatches: dict[str, list[PromptMismatch]] = {}
+    for rollout, each in zip(rollouts, found, strict=True):
+        if isinstance(each, PromptMismatch) and rollout.server not in agreeing:
+            mismatches.setdefault(rollout.server, []).append(each)
+    return {
+        server: f"its prompts differ from the learner's ({len(each)} of {len(each)}, and none agreed before): {each[0]}"
+        for server, each in mismatches.items()
+    }
+
+
+class MismatchTally:
+    """Counts by server the samples that are given up because it was asked another prompt."""
+
+    def __init__(self) -> None:
+        self._num_given_up: Counter[str] = Counter()
+
+    def note(self, server: str, mismatch: PromptMismatch) -> str | None:
+        """One more sample of ``server``; a warning once there are ``MANY_GIVEN_UP``, and only then."""
+        self._num_given_up[server] += 1
+        if self._num_given_up[server] != MANY_GIVEN_UP:
+            return None
+        return (
+            f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
+            "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
+            f"and learner; the last one: {mismatch}"
+        )

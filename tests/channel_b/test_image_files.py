@@ -8,7 +8,7 @@ import io
 import pytest
 from PIL import Image
 
-from swift_stage2.channel_b.sample_traits import num_pixels
+from swift_stage2.channel_b.image_files import num_pixels
 
 
 def _picture(width: int, height: int, kind: str = "PNG") -> bytes:
