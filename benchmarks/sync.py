@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.estimates import Spread, pair_ratios
-from benchmarks.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
-from swift_stage2.collectives import SingleRank
+from swift_stage2.collectives import GlooCommunicator, SingleRank
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.errors import ChildFailed
@@ -31,6 +31,7 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport, flatten
+from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
 
@@ -206,7 +207,7 @@ def _start_peer(
 ) -> RawSender:
     (port,) = free_ports(1)
     sizes = [str(flat.numel()) for flat in flats]
-    peer = ("-m", "benchmarks.raw_peer", transport, memory, str(port), *sizes)
+    peer = ("-m", "benchmarks.sync", transport, memory, str(port), *sizes)
     servers.start_process(f"raw-peer-{memory}", (sys.executable, "-u", *peer))
     return RawSender(transport, port)
 
@@ -271,3 +272,75 @@ def write_model(directory: Path, mib: int) -> int:
 def _num_bytes(vocab_size: int, text: dict[str, int], vision: dict[str, int]) -> int:
     model = build_model(0, vocab_size=vocab_size, text=text, vision=vision)
     return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+
+
+HOST = "127.0.0.1"
+PEER_S = 300.0
+OURS = "ours"
+STOCK = "stock"
+KEPT = "kept"
+NEW = "new"
+_SECRET = "0" * 64
+_POLL_S = 0.1
+_RECEIVER_RANK, _SENDER_RANK = 0, 1
+
+
+class RawSender:
+    """The sending end: the transport's own connection, and nothing around it."""
+
+    def __init__(self, transport: str, port: int) -> None:
+        self._stream = _connect(port) if transport == OURS else None
+        self._group = _join(port, _SENDER_RANK) if transport == STOCK else None
+
+    def send(self, flat: torch.Tensor) -> None:
+        """One broadcast of a contiguous CPU tensor."""
+        if self._stream is not None:
+            self._stream.send(flat, PEER_S)
+        elif self._group is not None:
+            self._group.broadcast(flat, _SENDER_RANK)
+
+    def close(self) -> None:
+        """Leaves the group; the peer ends."""
+        if self._stream is not None:
+            self._stream.close()
+        self._group = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Receives until the sender has gone."""
+    transport, memory, port, *sizes = argv
+    kept = [torch.ones(int(size), dtype=torch.uint8) for size in sizes] if memory == KEPT else []
+    receive: Callable[[torch.Tensor], None]
+    if transport == OURS:
+        stream = WeightListener(HOST, int(port), _SECRET).accept(PEER_S)
+        receive = partial(stream.receive, timeout_s=PEER_S)
+    else:
+        receive = partial(_join(int(port), _RECEIVER_RANK).broadcast, src=_SENDER_RANK)
+    while True:
+        for buffer in kept or (torch.empty(int(size), dtype=torch.uint8) for size in sizes):
+            try:
+                receive(buffer)
+            except (RuntimeError, OSError):
+                return 0  # the sender has gone
+
+
+def _connect(port: int) -> WeightStream:
+    end = time.monotonic() + PEER_S
+    while True:
+        try:
+            return connect_stream(HOST, port, _SECRET, PEER_S)
+        except ConnectionRefusedError:  # the peer is being started
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _join(port: int, rank: int) -> GlooCommunicator:
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(HOST, port, rank=rank, world_size=2, store_timeout=int(PEER_S))
+    return GlooCommunicator(group, timeout_s=PEER_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -18,8 +18,7 @@ from benchmarks.faults.accounting import report
 from benchmarks.faults.commit import Switches
 from benchmarks.faults.fault_table import RowResult, as_json, markdown
 from benchmarks.faults.proxy import FaultProxy
-from benchmarks.faults.rows import ORDER, ROWS, Row
-from benchmarks.faults.scene import Scene
+from benchmarks.faults.rows import ORDER, ROWS, Row, Scene
 from benchmarks.faults.server import Leftovers, Program, TestedServer, lasting_port
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from benchmarks.results import say

@@ -225,7 +225,7 @@ def _arguments(kind: ServerKind, model: Path, port: int) -> list[str]:
     arguments = server_arguments(kind, model, port, _MAX_BATCH_SIZE)
     if kind is ServerKind.STOCK:
         return arguments
-    return ["-m", "benchmarks.faults.faulty_server", *arguments[arguments.index("rollout") + 1 :]]
+    return ["-m", "benchmarks.faults.commit", *arguments[arguments.index("rollout") + 1 :]]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.commit import SLOW_DISK, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
-from benchmarks.faults.scene import START_S, Scene
+from benchmarks.faults.rows import START_S, Scene
 from benchmarks.faults.server import TestedServer
 from benchmarks.faults.soak_plan import FaultKind, PlannedFault, plan_faults
 from benchmarks.faults.soak_report import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fake_rollout_server import Call, FakeRolloutServer, echo, error, request
 
-from benchmarks.client_ranks import ClientRanks
+from benchmarks.merge import ClientRanks
 from swift_stage2.errors import ChildFailed
 
 _NUM_RANKS = 3
