@@ -21,7 +21,6 @@ from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
@@ -143,13 +142,11 @@ class _Run:
         return job.account()
 
     def _start(self, name: str, checkpoint: Path | None) -> TrainingJob:
-        (group_port,) = free_ports(1)
         swift = {"save_strategy": "steps", "save_steps": _SAVE_STEPS, "save_total_limit": 3}
         if checkpoint is not None:
             swift["resume_from_checkpoint"] = str(checkpoint)
-        settings = JobSettings(swift=swift)
-        ports = (self._bench.ready_server().port, group_port)
-        job = self._bench.start_job(name, self._directory, self._rows, ports, settings)
+        self._bench.ready_server()
+        job = self._bench.start_job(name, self._directory, self._rows, JobSettings(swift=swift))
         job.step()  # takes in what earlier processes wrote
         return job
 

@@ -29,7 +29,6 @@ from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.launch.cores import split_cores, started_on
 from swift_stage2.telemetry.ledger_account import RunAccount
 
@@ -141,27 +140,19 @@ def _run(
     server = bench.ready_server()
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     proof = Proof.AUTO if options.stand_in_latency_s is None else Proof.CHECKSUM
-    (group_port,) = free_ports(1)
     with ExitStack() as stack:
         with started_on(learner_cores):
-            job = bench.start_job(
-                "outage",
-                directory / "job",
-                rows,
-                (server.port, group_port),
-                JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof),
-            )
+            settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
+            job = bench.start_job("outage", directory / "job", rows, settings)
         stack.callback(job.end)
-        Scene(server, job, server.switches, None).warm_up()
+        Scene(server, job).warm_up()
         phases = [_train(job, options.steps)]
         for cycle in range(options.cycles):
-            scene = Scene(server, job, server.switches, None)
-            scene.mark_fault()
-            scene.kill_server()
+            scene = Scene(server, job)
+            server.kill()
             scene.wait_until_noticed()
             phases.append(_train(job, options.steps))
             scene.start_server()
-            scene.mark_healed()
             scene.wait_until_healed()
             phases.append(_train(job, options.steps))
             say(f"outage {cycle} of {options.cycles} is over")

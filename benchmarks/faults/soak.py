@@ -33,7 +33,6 @@ from benchmarks.faults.soak_report import (
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob, Victim
 from benchmarks.results import publish, say
 from benchmarks.servers import ServerKind
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.telemetry.ledger import read_ledgers
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
@@ -94,7 +93,6 @@ class _Soak:
         self._num_steps = num_steps
         self._server: TestedServer = bench.ready_server()
         self._proxy = FaultProxy(self._server.port)
-        (group_port,) = free_ports(1)
         swift = {
             "max_steps": num_steps,
             "save_steps": max(1, num_steps // _NUM_SAVES),
@@ -105,8 +103,8 @@ class _Soak:
             "soak",
             directory / "job",
             write_rows(directory),
-            (self._proxy.port, group_port),
             JobSettings(swift=swift),
+            self._proxy.port,
         )
         self._job.watch = self._sample
         self._next_sample = 1
@@ -165,7 +163,7 @@ class _Soak:
         self._job.wait_for(lambda: self._job.num_steps > step, f"step {step} begins", timeout_s)
 
     def _suffer(self, fault: PlannedFault) -> None:
-        scene = Scene(self._server, self._job, self._server.switches, self._proxy)
+        scene = Scene(self._server, self._job, self._proxy)
         step, hung = self._job.num_steps - 1, False
         try:
             commit(fault, scene)
@@ -208,10 +206,9 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
     Raises:
         ChildFailed: the learner ended, or what the fault waits for did not come.
     """
-    scene.mark_fault()
     match fault.kind:
         case FaultKind.KILL_SERVER:
-            scene.kill_server()
+            scene.server.kill()
             scene.job.wait_for_steps(fault.count)
             scene.start_server()
         case FaultKind.LATE_REPLIES | FaultKind.HTTP_500 | FaultKind.CUT_REPLY:
@@ -231,4 +228,4 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
         case FaultKind.STOP_SERVER:
             with stopped(scene.server.processes):
                 scene.job.wait_s(fault.seconds)
-    scene.mark_healed()
+    scene.mark(healed=time.time())
