@@ -11,15 +11,14 @@ import argparse
 import base64
 import io
 import json
-import select
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -159,9 +158,6 @@ def _request(number: int) -> dict[str, Any]:
 
 
 _REPLY_S = 300.0
-_START_S = 60.0
-_END_S = 5.0
-_READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,91 +171,46 @@ class Posted:
 
 
 class ClientRanks:
-    """``num_ranks`` idle processes; ``post`` uses the first of them."""
+    """``num_ranks`` callers, each with a connection of its own; ``post`` uses as many as it has bodies.
+
+    They are threads: a call is one prepared body and its bytes in return, which are read once all have answered.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.merge"]
-        self._ranks = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(num_ranks)
+        self._pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="client-rank")
+        headers = {"Content-Type": "application/json"}
+        self._clients = [
+            httpx.Client(trust_env=False, timeout=_REPLY_S, headers=headers) for _ in range(num_ranks)
         ]
 
     def __enter__(self) -> ClientRanks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for rank in self._ranks:
-            rank.kill()  # it holds nothing that could be lost
-        for rank in self._ranks:
-            rank.communicate(timeout=_END_S)
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+        for client in self._clients:
+            client.close()
 
     def post(self, base_url: str, bodies: Sequence[bytes]) -> list[Posted]:
-        """One body per rank, all at once.
+        """One body per rank, all at once. Raises ChildFailed when one got no good answer."""
+        all_here = threading.Barrier(len(bodies))
 
-        Raises:
-            ChildFailed: a rank got no good answer.
-        """
-        ranks = self._ranks[: len(bodies)]
-        for rank, body in zip(ranks, bodies, strict=True):
-            _write(rank, json.dumps({"base_url": base_url, "body": body.decode()}))
-        for rank in ranks:
-            _read(rank, _START_S)  # it has everything and waits
-        for rank in ranks:
-            _write(rank, "")
-        replies = [_read(rank, _REPLY_S) for rank in ranks]
-        for reply in replies:
-            if not isinstance(reply, dict):
-                raise ChildFailed(f"a client rank got no answer from {base_url}: {reply}")
-        return [Posted(**reply) for reply in replies]
+        def post(http: httpx.Client, body: bytes) -> tuple[float, float, httpx.Response]:
+            all_here.wait(_REPLY_S)
+            started = time.monotonic()
+            response = http.post(f"{base_url}{protocol.INFER}", content=body)
+            return started, time.monotonic(), response
+
+        try:
+            answers = list(self._pool.map(post, self._clients[: len(bodies)], bodies, timeout=2 * _REPLY_S))
+            return [_posted(body, *answer) for body, answer in zip(bodies, answers, strict=True)]
+        except (httpx.HTTPError, ProtocolError, ValueError, TimeoutError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ChildFailed(f"a client rank got no answer from {base_url}: {reason}") from error
 
 
-def main() -> int:
-    """One rank; ends with its input."""
-    headers = {"Content-Type": "application/json"}
-    with httpx.Client(trust_env=False, timeout=_REPLY_S, headers=headers) as http:
-        for line in sys.stdin:
-            wanted = json.loads(line)
-            print(json.dumps(_READY), flush=True)
-            if not sys.stdin.readline():
-                break
-            try:
-                answer: Any = asdict(_post_one(http, wanted["base_url"], wanted["body"].encode()))
-            except (httpx.HTTPError, ProtocolError, ValueError) as error:
-                answer = f"{type(error).__name__}: {error}"
-            print(json.dumps(answer), flush=True)
-    return 0
-
-
-def _post_one(http: httpx.Client, base_url: str, body: bytes) -> Posted:
-    started = time.monotonic()
-    response = http.post(f"{base_url}{protocol.INFER}", content=body)
-    ended = time.monotonic()
+def _posted(body: bytes, started: float, ended: float, response: httpx.Response) -> Posted:
     response.raise_for_status()
     num_requests = len(json.loads(body)["infer_requests"])
     completions = protocol.parse_infer_reply(response.json(), num_requests)
     return Posted(started, ended, len(completions), sum(len(each.token_ids) for each in completions))
-
-
-def _write(rank: subprocess.Popen[str], line: str) -> None:
-    assert rank.stdin is not None
-    try:
-        rank.stdin.write(f"{line}\n")
-        rank.stdin.flush()
-    except OSError as error:
-        raise ChildFailed(f"a client rank has ended with status {rank.poll()}") from error
-
-
-def _read(rank: subprocess.Popen[str], timeout_s: float) -> Any:
-    """One line; the rank writes nothing else, so that none is ever left in a buffer."""
-    assert rank.stdout is not None
-    readable, _, _ = select.select([rank.stdout], [], [], timeout_s)
-    line = rank.stdout.readline() if readable else ""
-    if not line:
-        raise ChildFailed(f"a client rank must answer within {timeout_s:.0f} s, it did not")
-    return json.loads(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,9 +11,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from swift_stage2.demo.tiny_model import build_model, build_processor, build_tok
 from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.export import WeightExport, flatten
 from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 from swift_stage2.weights.sync_round import WeightSync
@@ -50,28 +49,6 @@ _SMALL = ({"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1
           {"hidden_size": 32, "num_heads": 1, "depth": 1, "intermediate_size": 64, "out_hidden_size": 32})  # fmt: skip
 _USUAL: tuple[dict[str, int], dict[str, int]] = ({}, {})
 _USUAL_FROM_MIB = 16
-
-
-class TimedTransport:
-    """A transport that adds up the seconds inside ``send``."""
-
-    def __init__(self, inner: WeightTransport, add: Callable[[float], None]) -> None:
-        self._inner = inner
-        self._add = add
-
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
-        self._inner.open(session, endpoint, deadline)
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        started = time.perf_counter()
-        self._inner.send(flat, deadline)
-        self._add(time.perf_counter() - started)
-
-    def is_lost(self) -> bool:
-        return self._inner.is_lost()
-
-    def close(self, deadline: Deadline) -> None:
-        self._inner.close(deadline)
 
 
 class TextCanary:
@@ -114,24 +91,14 @@ class SyncMeasurement:
 
     server: str
     num_bytes: int
-    raw: list[float]
+    raw: list[float] = field(default_factory=list)
     """Raw broadcasts of the same buckets, into memory that the receiver keeps."""
-    raw_into_new: list[float]
+    raw_into_new: list[float] = field(default_factory=list)
     """The same, into memory that the receiver allocates each time."""
-    broadcast: list[float]
+    broadcast: list[float] = field(default_factory=list)
     """Inside the round's transport."""
-    rounds: list[dict[str, float]]
+    rounds: list[dict[str, float]] = field(default_factory=list)
     """Phases of each round, ``total`` and ``canary`` (the learner's own answer) among them."""
-
-    @property
-    def ratios(self) -> list[float]:
-        """Broadcast phase over the raw broadcast before it."""
-        return pair_ratios(self.broadcast, self.raw)
-
-    @property
-    def ratios_to_new(self) -> list[float]:
-        """Broadcast phase over the raw broadcast into new memory before it."""
-        return pair_ratios(self.broadcast, self.raw_into_new)
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:
@@ -145,9 +112,17 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             with BenchServers(directory / "logs" / f"{kind}-{mib}") as servers:
                 measured.append(measure(servers, servers.start(kind, model=model), model, options.repeats))
         shutil.rmtree(model)
-    facts = [asdict(each) | {"ratios": each.ratios, "ratios_to_new": each.ratios_to_new} for each in measured]
+    facts = [
+        asdict(each) | {"ratios": ratios(each, each.raw), "ratios_to_new": ratios(each, each.raw_into_new)}
+        for each in measured
+    ]
     publish(directory, "sync", facts, sync_table(measured))
     return 0
+
+
+def ratios(each: SyncMeasurement, raw: Sequence[float]) -> list[float]:
+    """Broadcast phase over the raw broadcast before it."""
+    return pair_ratios(each.broadcast, raw)
 
 
 def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: int) -> SyncMeasurement:
@@ -160,8 +135,17 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
     stock = server.kind is ServerKind.STOCK
 
     def make_transport(_: protocol.ServerInfo) -> WeightTransport:
-        inner: WeightTransport = StockTransport(torch.device("cpu")) if stock else StreamTransport()
-        return TimedTransport(inner, in_transport.append)
+        transport: Any = StockTransport(torch.device("cpu")) if stock else StreamTransport()
+        send = transport.send
+
+        def timed(flat: torch.Tensor, deadline: Deadline) -> None:
+            started = time.perf_counter()
+            send(flat, deadline)
+            in_transport.append(time.perf_counter() - started)
+
+        transport.send = timed
+        made: WeightTransport = transport
+        return made
 
     export = WeightExport(module)
     sync = WeightSync(
@@ -178,28 +162,20 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
     to_kept, to_new = (
         _start_peer(servers, STOCK if stock else OURS, memory, flats) for memory in (KEPT, NEW)
     )
-    versions = count(1)
-    raw, raw_into_new, broadcast, rounds = [], [], [], []
+    found = SyncMeasurement(server=server.kind.value, num_bytes=sum(flat.numel() for flat in flats))
     for repetition in range(repeats + 1):
-        raw_seconds, new_seconds = _seconds_to_send(to_kept, flats), _seconds_to_send(to_new, flats)
+        raw, raw_into_new = _seconds_to_send(to_kept, flats), _seconds_to_send(to_new, flats)
         in_transport.clear()
-        phases = _phases(sync.run(next(versions), [0]))
+        phases = _phases(sync.run(repetition + 1, [0]))
         if repetition:
-            raw.append(raw_seconds)
-            raw_into_new.append(new_seconds)
-            broadcast.append(sum(in_transport))
-            rounds.append(phases)
+            found.raw.append(raw)
+            found.raw_into_new.append(raw_into_new)
+            found.broadcast.append(sum(in_transport))
+            found.rounds.append(phases)
     for sender in (to_kept, to_new):
         sender.close()
     sync.close()
-    return SyncMeasurement(
-        server=server.kind.value,
-        num_bytes=sum(flat.numel() for flat in flats),
-        raw=raw,
-        raw_into_new=raw_into_new,
-        broadcast=broadcast,
-        rounds=rounds,
-    )
+    return found
 
 
 def _start_peer(
@@ -225,8 +201,10 @@ def sync_table(measured: Sequence[SyncMeasurement]) -> ResultTable:
         "raw broadcast": [f"{np.median(each.raw):.4f}" for each in measured],
         "raw broadcast into new memory": [f"{np.median(each.raw_into_new):.4f}" for each in measured],
         "broadcast phase": [f"{np.median(each.broadcast):.4f}" for each in measured],
-        "ratio to raw": [Spread.of(each.ratios).words(2) for each in measured],
-        "ratio to raw into new memory": [Spread.of(each.ratios_to_new).words(2) for each in measured],
+        "ratio to raw": [Spread.of(ratios(each, each.raw)).words(2) for each in measured],
+        "ratio to raw into new memory": [
+            Spread.of(ratios(each, each.raw_into_new)).words(2) for each in measured
+        ],
         "budget": [
             f"{BUDGET}" if each.num_bytes > 0.99 * BUDGET_FROM_MIB * _MIB else "" for each in measured
         ],
@@ -254,28 +232,26 @@ def _phases(outcome: RoundOutcome) -> dict[str, float]:
     return {**report.seconds, **apart}
 
 
-def write_model(directory: Path, mib: int) -> int:
-    """Writes a model directory of about ``mib`` MiB of float32 weights, at least 1, and returns their bytes."""
+def write_model(directory: Path, mib: int) -> None:
+    """Writes a model directory of about ``mib`` MiB of float32 weights, at least 1."""
     text, vision = _USUAL if mib >= _USUAL_FROM_MIB else _SMALL
     tokenizer = build_tokenizer()
-    vocab_size = len(tokenizer)
+
+    def build(width: int) -> Any:
+        text_of = {**text, "intermediate_size": width}
+        return build_model(0, vocab_size=len(tokenizer), text=text_of, vision=vision)
+
     narrow, wide = (
-        _num_bytes(vocab_size, {**text, "intermediate_size": width}, vision) for width in (64, 128)
+        sum(parameter.numel() * _FLOAT32 for parameter in build(width).parameters()) for width in (64, 128)
     )
-    per_column = (wide - narrow) / 64
-    width = max(16, round((mib * _MIB - narrow) / per_column) + 64)
-    model = build_model(0, vocab_size=vocab_size, text={**text, "intermediate_size": width}, vision=vision)
-    save_model(model, build_processor(tokenizer), directory)
-    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+    width = max(16, round((mib * _MIB - narrow) / ((wide - narrow) / 64)) + 64)
+    save_model(build(width), build_processor(tokenizer), directory)
 
 
-def _num_bytes(vocab_size: int, text: dict[str, int], vision: dict[str, int]) -> int:
-    model = build_model(0, vocab_size=vocab_size, text=text, vision=vision)
-    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+# --- the receiving end of a raw broadcast: python -m benchmarks.sync TRANSPORT MEMORY PORT NUM_BYTES… ------
 
-
-HOST = "127.0.0.1"
-PEER_S = 300.0
+_HOST = "127.0.0.1"
+_PEER_S = 300.0
 OURS = "ours"
 STOCK = "stock"
 KEPT = "kept"
@@ -295,7 +271,7 @@ class RawSender:
     def send(self, flat: torch.Tensor) -> None:
         """One broadcast of a contiguous CPU tensor."""
         if self._stream is not None:
-            self._stream.send(flat, PEER_S)
+            self._stream.send(flat, _PEER_S)
         elif self._group is not None:
             self._group.broadcast(flat, _SENDER_RANK)
 
@@ -307,13 +283,17 @@ class RawSender:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Receives until the sender has gone."""
+    """Receives these buckets again and again until the sender has gone.
+
+    MEMORY is ``kept``: buffers are allocated and touched before the first broadcast; or ``new``: one is allocated for
+    every broadcast, as stock ``swift rollout`` does, and its pages come while it is filled.
+    """
     transport, memory, port, *sizes = argv
     kept = [torch.ones(int(size), dtype=torch.uint8) for size in sizes] if memory == KEPT else []
     receive: Callable[[torch.Tensor], None]
     if transport == OURS:
-        stream = WeightListener(HOST, int(port), _SECRET).accept(PEER_S)
-        receive = partial(stream.receive, timeout_s=PEER_S)
+        stream = WeightListener(_HOST, int(port), _SECRET).accept(_PEER_S)
+        receive = partial(stream.receive, timeout_s=_PEER_S)
     else:
         receive = partial(_join(int(port), _RECEIVER_RANK).broadcast, src=_SENDER_RANK)
     while True:
@@ -325,10 +305,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _connect(port: int) -> WeightStream:
-    end = time.monotonic() + PEER_S
+    end = time.monotonic() + _PEER_S
     while True:
         try:
-            return connect_stream(HOST, port, _SECRET, PEER_S)
+            return connect_stream(_HOST, port, _SECRET, _PEER_S)
         except ConnectionRefusedError:  # the peer is being started
             if time.monotonic() > end:
                 raise
@@ -338,8 +318,8 @@ def _connect(port: int) -> WeightStream:
 def _join(port: int, rank: int) -> GlooCommunicator:
     from vllm.distributed.utils import StatelessProcessGroup
 
-    group = StatelessProcessGroup.create(HOST, port, rank=rank, world_size=2, store_timeout=int(PEER_S))
-    return GlooCommunicator(group, timeout_s=PEER_S)
+    group = StatelessProcessGroup.create(_HOST, port, rank=rank, world_size=2, store_timeout=int(_PEER_S))
+    return GlooCommunicator(group, timeout_s=_PEER_S)
 
 
 if __name__ == "__main__":

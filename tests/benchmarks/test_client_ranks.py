@@ -1,4 +1,4 @@
-"""Ranks as real processes: every body is posted once, at the same moment, and a failure is no measurement."""
+"""Client ranks: every body is posted once, at the same moment, and a failure is no measurement."""
 
 from __future__ import annotations
 
