@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.benches import STAND_IN
 from benchmarks.clocks import since
-from benchmarks.estimates import Spread, verdict
+from benchmarks.estimates import verdict
 from benchmarks.interference import B_RATIO, NUM_ROWS
 from benchmarks.learner_job import Arm, ArmRecords, run_arm
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, publish, say, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
@@ -160,36 +160,35 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
 
 def overlap_table(repetitions: Sequence[Repetition], num_steps: int) -> ResultTable:
     """One row per repetition, and their medians."""
-    columns = {
-        "asynchronous, s": (1, [each.asynchronous.seconds for each in repetitions]),
-        "inline, s": (1, [each.inline.seconds for each in repetitions]),
-        "A only, s": (1, [each.a_only.seconds for each in repetitions]),
-        "inline: learner, s": (1, [each.learner for each in repetitions]),
-        "inline: pipeline, s": (1, [each.inline.waited for each in repetitions]),
-        "speed-up": (3, [each.speed_up for each in repetitions]),
-        "bound": (3, [each.bound for each in repetitions]),
-        "fraction of the bound": (3, [each.fraction for each in repetitions]),
+    columns: dict[str, tuple[int, Callable[[Repetition], float]]] = {
+        "asynchronous, s": (1, lambda each: each.asynchronous.seconds),
+        "inline, s": (1, lambda each: each.inline.seconds),
+        "A only, s": (1, lambda each: each.a_only.seconds),
+        "inline: learner, s": (1, lambda each: each.learner),
+        "inline: pipeline, s": (1, lambda each: each.inline.waited),
+        "speed-up": (3, lambda each: each.speed_up),
+        "bound": (3, lambda each: each.bound),
+        "fraction of the bound": (3, lambda each: each.fraction),
     }
-    rows = [
-        (str(number + 1), *(f"{values[number]:.{digits}f}" for digits, values in columns.values()))
-        for number in range(len(repetitions))
-    ]
-    rows.append(("all", *(Spread.of(values).words(digits) for digits, values in columns.values())))
-    return ResultTable(
+    title = (
         f"Asynchronous against inline, {num_steps} steps after the warm-up, b_ratio {B_RATIO}; the last row is median "
-        "(quartiles)",
-        ("repetition", *columns),
-        rows,
+        "(quartiles)"
     )
+    table = spread_table(title, "repetition", {"all": repetitions}, columns)
+    rows = [
+        (str(number), *(f"{value(each):.{digits}f}" for digits, value in columns.values()))
+        for number, each in enumerate(repetitions, 1)
+    ]
+    return replace(table, rows=[*rows, *table.rows])
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Whether the arms did the same work."""
-    rows = []
-    for number, each in enumerate(repetitions):
-        for run in (each.asynchronous, each.inline):
-            steps = f"{run.num_b_run} of {run.num_b_wanted}"
-            rows.append((f"{number + 1}, {run.mode}", steps, str(run.num_rollouts)))
+    rows = [
+        (f"{number}, {run.mode}", f"{run.num_b_run} of {run.num_b_wanted}", str(run.num_rollouts))
+        for number, each in enumerate(repetitions, 1)
+        for run in (each.asynchronous, each.inline)
+    ]
     return ResultTable("Work of the arms", ("repetition, arm", "B steps run of wanted", "rollouts"), rows)
 
 

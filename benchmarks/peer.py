@@ -12,19 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from benchmarks.clocks import Clock, since
-from benchmarks.estimates import Spread
 from benchmarks.interference import NUM_ROWS
 from benchmarks.learner_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, Arm, run_arm, run_grpo
 from benchmarks.overlap import NUM_WARMUP, Mode, run_of
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, publish, say, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
@@ -69,6 +68,18 @@ class LearnerLoop:
     num_completions: int
     """Trained."""
 
+    @classmethod
+    def of(cls, arm: LoopArm, clock: Clock, num_warmup: int, **rest: Any) -> LearnerLoop:
+        """From a clock's nanoseconds at the end of every step; ``rest`` is what it does not tell."""
+        return cls(
+            arm=arm,
+            num_steps=len(clock["end_ns"]) - num_warmup,
+            seconds=since(clock, "end_ns", num_warmup),
+            on_core=since(clock, "main_ns", num_warmup),
+            queued=since(clock, "queued_ns", num_warmup),
+            **rest,
+        )
+
     @property
     def idle_share(self) -> float:
         """0 to 1."""
@@ -78,16 +89,6 @@ class LearnerLoop:
     def idle_share_less_queued(self) -> float:
         """The same of the time in which nobody else had its core: on a shared machine it says more."""
         return 1 - self.on_core / (self.seconds - self.queued)
-
-    @property
-    def steps_per_s(self) -> float:
-        """As the clock on the wall says."""
-        return self.num_steps / self.seconds
-
-    @property
-    def completions_per_s(self) -> float:
-        """Trained."""
-        return self.num_completions / self.seconds
 
     @property
     def step_s_without_rollouts(self) -> float:
@@ -103,30 +104,6 @@ def share_of_bound(loop: LearnerLoop, inline: LearnerLoop, *, less_queued: bool 
     bound_s = inline.step_s_without_rollouts - less_queued * inline.queued / inline.num_steps
     step_s = (loop.seconds - less_queued * loop.queued) / loop.num_steps
     return bound_s / step_s
-
-
-def loop_of(
-    arm: LoopArm,
-    clock: Clock,
-    num_warmup: int,
-    *,
-    in_rollout: float,
-    in_push: float,
-    num_rollout_steps: int,
-    num_completions: int,
-) -> LearnerLoop:
-    """From a clock's nanoseconds at the end of every step; ``num_warmup`` is at least 1."""
-    return LearnerLoop(
-        arm=arm,
-        num_steps=len(clock["end_ns"]) - num_warmup,
-        seconds=since(clock, "end_ns", num_warmup),
-        on_core=since(clock, "main_ns", num_warmup),
-        queued=since(clock, "queued_ns", num_warmup),
-        in_rollout=in_rollout,
-        in_push=in_push,
-        num_rollout_steps=num_rollout_steps,
-        num_completions=num_completions,
-    )
 
 
 Repetition = dict[LoopArm, LearnerLoop]
@@ -183,13 +160,18 @@ def _facts(loop: LearnerLoop) -> dict[str, Any]:
     return asdict(loop) | shares
 
 
+def _by_arm(repetitions: Sequence[Repetition]) -> dict[str, list[LearnerLoop]]:
+    return {str(arm): [each[arm] for each in repetitions] for arm in LoopArm}
+
+
 def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Idle shares, and what the main threads waited in."""
     num_steps = repetitions[0][LoopArm.OURS].num_steps
-    return _table(
+    return spread_table(
         f"Learners beside the same stand-in, {num_steps} steps after the warm-up, repetitions: {len(repetitions)}; "
         "median (quartiles)",
-        repetitions,
+        "learner",
+        _by_arm(repetitions),
         {
             "idle, % of wall time": (1, lambda loop: 100 * loop.idle_share),
             "less waits for a core, %": (1, lambda loop: 100 * loop.idle_share_less_queued),
@@ -203,54 +185,31 @@ def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """How much was trained, and on what."""
-    return _table(
+    return spread_table(
         "What they trained: median (quartiles)",
-        repetitions,
+        "learner",
+        _by_arm(repetitions),
         {
-            "steps/s": (3, lambda loop: loop.steps_per_s),
+            "steps/s": (3, lambda loop: loop.num_steps / loop.seconds),
             "steps on rollouts, %": (1, lambda loop: 100 * loop.num_rollout_steps / loop.num_steps),
-            "completions in such a step": (
-                1,
-                lambda loop: loop.num_completions / max(1, loop.num_rollout_steps),
-            ),
-            "completions trained, 1/s": (2, lambda loop: loop.completions_per_s),
+            "completions in such a step": (1, lambda it: it.num_completions / max(1, it.num_rollout_steps)),
+            "completions trained, 1/s": (2, lambda loop: loop.num_completions / loop.seconds),
         },
     )
 
 
-def _table(
-    title: str,
-    repetitions: Sequence[Repetition],
-    columns: dict[str, tuple[int, Callable[[LearnerLoop], float]]],
-) -> ResultTable:
-    """One row per learner; a column says its digits and its value."""
-    rows = [
-        (
-            str(arm),
-            *(
-                Spread.of([value(each[arm]) for each in repetitions]).words(digits)
-                for digits, value in columns.values()
-            ),
-        )
-        for arm in LoopArm
-    ]
-    return ResultTable(title, ("learner", *columns), rows)
-
-
 def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Each asynchronous loop against its own learner without waits for rollouts."""
-    rows = []
-    for arm in ASYNCHRONOUS:
-        bound = Spread.of([1 / each[INLINE_OF[arm]].step_s_without_rollouts for each in repetitions])
-        reached = Spread.of([each[arm].steps_per_s for each in repetitions])
-        shares = zip(*(shares_of_bound(each, arm) for each in repetitions), strict=True)
-        rows.append(
-            (str(arm), bound.words(3), reached.words(3), *(Spread.of(each).words(3) for each in shares))
-        )
-    return ResultTable(
+    return spread_table(
         "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
-        ("learner", "bound, steps/s", "reached, steps/s", "of the bound", "less waits for a core"),
-        rows,
+        "learner",
+        {str(arm): [(each, arm) for each in repetitions] for arm in ASYNCHRONOUS},
+        {
+            "bound, steps/s": (3, lambda it: 1 / it[0][INLINE_OF[it[1]]].step_s_without_rollouts),
+            "reached, steps/s": (3, lambda it: it[0][it[1]].num_steps / it[0][it[1]].seconds),
+            "of the bound": (3, lambda it: shares_of_bound(*it)[0]),
+            "less waits for a core": (3, lambda it: shares_of_bound(*it)[1]),
+        },
     )
 
 
@@ -283,7 +242,7 @@ def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
     records = run_arm(children, arm)
     run = run_of(Mode.INLINE if arm.pipeline else Mode.ASYNC, records, NUM_WARMUP)
     steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
-    return loop_of(
+    return LearnerLoop.of(
         loop,
         records.clock,
         NUM_WARMUP,
@@ -296,7 +255,7 @@ def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
 
 def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
     clock = run_grpo(children, arm, asynchronous=loop is LoopArm.PEER)
-    return loop_of(
+    return LearnerLoop.of(
         loop,
         clock,
         NUM_WARMUP,

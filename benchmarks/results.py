@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.estimates import Spread
 
 _WIDTH_OF_A_LOG = 180
 
@@ -40,6 +42,29 @@ class ResultTable:
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         body = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
         return f"{self.title}\n\n{body}" if self.title else body
+
+
+Item = TypeVar("Item")
+
+
+def spread_table(
+    title: str,
+    first: str,
+    rows: Mapping[str, Sequence[Item]],
+    columns: Mapping[str, tuple[int, Callable[[Item], float]]],
+) -> ResultTable:
+    """One row per name: the median (quartiles) of every column over the row's items.
+
+    A column is a number of digits and what it takes of an item.
+    """
+    cells = [
+        (
+            name,
+            *(Spread.of([value(item) for item in items]).words(digits) for digits, value in columns.values()),
+        )
+        for name, items in rows.items()
+    ]
+    return ResultTable(title, (first, *columns), cells)
 
 
 def publish(
