@@ -22,7 +22,7 @@ from random import Random
 
 import httpx
 
-from benchmarks.attacks.hostile_server import HostileServer, odd_answer
+from benchmarks.attacks.hostile_server import Answer, HostileServer, odd_answer
 from benchmarks.attacks.result import AttackResult
 from benchmarks.results import say
 from swift_stage2.channel_b.rollout_client import RolloutClient
@@ -50,6 +50,8 @@ _CALL_S = 20.0
 _LEEWAY_S = 5.0  # over the deadline, on a busy machine
 _CHILD_S = 300.0
 _NUM_REQUESTS = 8
+_CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+_CHUNK = b"%x\r\n%b\r\n" % (_MIB, b" " * _MIB)
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -82,12 +84,12 @@ def odd_answers(num_answers: int) -> list[AttackResult]:
 def endless_answers() -> list[AttackResult]:
     """A bomb, a gigabyte, and trickles, against a deadline of 20 s."""
     bomb = _gzip_bomb(_BOMB_MIB)
-    kinds: dict[str, Callable[[str], Iterable[bytes]]] = {
+    kinds: dict[str, Answer] = {
         f"gzip bomb of {len(bomb) / 1e6:.1f} MB": lambda path: (_head(len(bomb), b"gzip"), bomb),
         "1 GB of spaces": lambda path: chain([_head(_LONG_MIB * _MIB)], repeat(b" " * _MIB, _LONG_MIB)),
-        "1 GB of chunks, no length": lambda path: _chunks(),
+        "1 GB of chunks, no length": lambda path: chain([_CHUNKED], repeat(_CHUNK, _LONG_MIB)),
         "a byte every 0.2 s": lambda path: _trickle(),
-        "100 Continue without end": lambda path: _interim(),
+        "100 Continue without end": lambda path: repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
     }
     return [
         _cost(f"{name} to the {who}", answer, who)
@@ -114,7 +116,7 @@ def ask(url: str, who: str) -> dict[str, object]:
     return {"said": said, "seconds": time.monotonic() - started, "peak_mib": peak_kib / 1024}
 
 
-def _cost(name: str, answer: Callable[[str], Iterable[bytes]], who: str) -> AttackResult:
+def _cost(name: str, answer: Answer, who: str) -> AttackResult:
     with HostileServer(answer) as server:
         child = subprocess.run(
             (sys.executable, "-m", __name__, server.url, who),
@@ -132,7 +134,7 @@ def _cost(name: str, answer: Callable[[str], Iterable[bytes]], who: str) -> Atta
     return AttackResult(name, 1, {end: 1}, found["peak_mib"], found["seconds"])
 
 
-def _drawn(number: int) -> Callable[[str], Iterable[bytes]]:
+def _drawn(number: int) -> Answer:
     return lambda path: [odd_answer(Random(f"{_SEED} {number} {path}"), path)]
 
 
@@ -145,22 +147,11 @@ def _head(length: int, encoding: bytes = b"identity") -> bytes:
     return _HEAD + b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n" % (encoding, length)
 
 
-def _chunks() -> Iterable[bytes]:
-    yield _HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-    for _ in range(_LONG_MIB):
-        yield b"%x\r\n%b\r\n" % (_MIB, b" " * _MIB)
-
-
 def _trickle() -> Iterable[bytes]:
     yield _head(_MIB)
     while True:
         time.sleep(0.2)
         yield b" "
-
-
-def _interim() -> Iterable[bytes]:
-    while True:
-        yield b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 _TARGET_CALL_S = 10.0

@@ -56,6 +56,9 @@ class Tries:
         started = time.perf_counter()
         yield
         self._longest_s = max(self._longest_s, time.perf_counter() - started)
+        self.look()
+
+    def look(self) -> None:
         if self._process is not None:
             self._peak = max(self._peak, self._process.memory_info().rss)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults.accounting import broken_rules
+from benchmarks.faults.accounting import broken_rules, sentence_of
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, publish, say
@@ -203,9 +203,7 @@ def kill_table(kills: Sequence[Kill]) -> ResultTable:
 def rank_notes(last: RunAccount) -> list[str]:
     """What every rank's ledger comes to at the end."""
     return [
-        f"Rank {rank.rank} at the end: {rank.drawn} drawn = {rank.trained} trained + "
-        f"{sum(rank.quarantined.values())} quarantined + {sum(rank.in_hand.values())} in hand; {rank.num_resumes} "
-        f"resumes in the effective history, {rank.num_void} samples trained in steps that did not survive; "
-        f"{len(rank.violations)} rules broken."
+        f"Rank {rank.rank} at the end: {sentence_of(rank)}; {rank.num_resumes} resumes in the effective history, "
+        f"{rank.num_void} samples trained in steps that did not survive; {len(rank.violations)} rules broken."
         for rank in last.ranks
     ]
