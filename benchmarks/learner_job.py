@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
+from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE, WAITS_FILE
 from swift_stage2.config import Preprocessing, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
+from swift_stage2.demo.grounding_dataset import write_scenes
+from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.telemetry.audit import Record, audit_path
 
 GRPO_CLOCK = "stage2_grpo_clock"
@@ -31,6 +34,7 @@ PUSH_NS = "push_ns"
 MICRO_BATCH = 7
 """Completions of a forward: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny model's."""
 COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
+_NUM_ROWS = 512
 _UNATTENDED: Mapping[str, Any] = {
     "save_strategy": "no",
     "report_to": ["none"],
@@ -67,7 +71,12 @@ class ArmRecords:
 
     def of_kind(self, kind: str) -> list[Record]:
         """Audit records of one kind, oldest first."""
-        return [record for record in self.audit if record["kind"] == kind]
+        return of_kind(self.audit, kind)
+
+
+def write_rows(directory: Path) -> Path:
+    """The scenes that every arm trains on."""
+    return write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
 
 
 def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,14 +21,12 @@ import numpy as np
 from benchmarks.benches import STAND_IN
 from benchmarks.clocks import since
 from benchmarks.estimates import verdict
-from benchmarks.interference import B_RATIO, NUM_ROWS
-from benchmarks.learner_job import Arm, ArmRecords, run_arm
+from benchmarks.interference import B_RATIO
+from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say, spread_table
+from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.cores import split_cores, started_on
 
@@ -91,8 +90,8 @@ class Repetition:
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
-    repetitions = []
+    rows = write_rows(directory)
+    runs: dict[int, dict[Mode, OverlapRun]] = defaultdict(dict)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children, ExitStack() as stack:
         if options.server == STAND_IN:
             ports = start_stand_in(servers, rows, options.latency_s)
@@ -102,23 +101,21 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             ports = (int(server.base_url.rsplit(":", 1)[1]), server.group_port)
             stack.enter_context(started_on(split_cores()[0]))
         learner_cores = sorted(os.sched_getaffinity(0))
-        for number in range(options.repeats):
-            runs: dict[Mode, OverlapRun] = {}
-            for mode in list(Mode)[:: 1 if number % 2 == 0 else -1]:
-                say(f"repetition {number + 1} of {options.repeats}: {mode}")
-                arm = Arm(
-                    name=mode.name.lower(),
-                    directory=directory / f"{number}-{mode.name.lower()}",
-                    rows=rows,
-                    num_steps=options.steps,
-                    b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
-                    ports=ports,
-                    pipeline=INLINE if mode is Mode.INLINE else "",
-                )
-                runs[mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
-            repetitions.append(
-                Repetition(asynchronous=runs[Mode.ASYNC], inline=runs[Mode.INLINE], a_only=runs[Mode.A_ONLY])
+        for number, mode in in_turns(Mode, options.repeats):
+            arm = Arm(
+                name=mode.name.lower(),
+                directory=directory / f"{number}-{mode.name.lower()}",
+                rows=rows,
+                num_steps=options.steps,
+                b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
+                ports=ports,
+                pipeline=INLINE if mode is Mode.INLINE else "",
             )
+            runs[number][mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
+    repetitions = [
+        Repetition(asynchronous=each[Mode.ASYNC], inline=each[Mode.INLINE], a_only=each[Mode.A_ONLY])
+        for each in runs.values()
+    ]
     facts = {
         "server": options.server,
         "latency_s": options.latency_s if options.server == STAND_IN else None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -19,15 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clocks import Clock, since
-from benchmarks.interference import NUM_ROWS
-from benchmarks.learner_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, Arm, run_arm, run_grpo
+from benchmarks.learner_job import (
+    COMPLETIONS_PER_STEP,
+    PUSH_NS,
+    ROLLOUT_NS,
+    Arm,
+    run_arm,
+    run_grpo,
+    write_rows,
+)
 from benchmarks.overlap import NUM_WARMUP, Mode, run_of
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say, spread_table
+from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.launch.cores import split_cores
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
@@ -116,28 +122,25 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
-    repetitions: list[Repetition] = []
+    rows = write_rows(directory)
+    runs: dict[int, Repetition] = defaultdict(dict)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
         ports = {
             stock: start_stand_in(servers, rows, options.latency_s, stock=stock) for stock in (False, True)
         }
-        for number in range(options.repeats):
-            loops: Repetition = {}
-            for loop in list(LoopArm)[:: 1 if number % 2 == 0 else -1]:
-                say(f"repetition {number + 1} of {options.repeats}: {loop}")
-                is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
-                arm = Arm(
-                    name=loop.name.lower(),
-                    directory=directory / f"{number}-{loop.name.lower()}",
-                    rows=rows,
-                    num_steps=options.steps,
-                    ports=ports[is_peer],
-                    b_ratio=0.0 if is_peer else B_RATIO,
-                    pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
-                )
-                loops[loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
-            repetitions.append(loops)
+        for number, loop in in_turns(LoopArm, options.repeats):
+            is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
+            arm = Arm(
+                name=loop.name.lower(),
+                directory=directory / f"{number}-{loop.name.lower()}",
+                rows=rows,
+                num_steps=options.steps,
+                ports=ports[is_peer],
+                b_ratio=0.0 if is_peer else B_RATIO,
+                pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
+            )
+            runs[number][loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
+    repetitions = list(runs.values())
     facts = {
         "latency_s": options.latency_s,
         "steps": options.steps - NUM_WARMUP,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +82,15 @@ def publish(
         else:
             print(part)
     say(f"{directory / name}.json")
+
+
+def in_turns(arms: Iterable[Item], repeats: int) -> Iterator[tuple[int, Item]]:
+    """Every arm once per repetition, with its number; who goes first alternates, so that no drift favours an arm."""
+    order = list(arms)
+    for number in range(repeats):
+        for arm in order if number % 2 == 0 else order[::-1]:
+            say(f"repetition {number + 1} of {repeats}: {arm}")
+            yield number, arm
 
 
 def say(text: str) -> None:
