@@ -109,12 +109,10 @@ class Bench:
 
     @property
     def path(self) -> str:
-        """Of its module."""
         return f"benchmarks.{self.module or self.name}"
 
     @property
     def description(self) -> str:
-        """For ``--help``."""
         purpose = self.purpose[0].upper() + self.purpose[1:]
         end = "" if purpose.endswith("?") else "."
         said = f"{purpose}{end} {self.detail}".rstrip()

@@ -67,7 +67,6 @@ class SwitchedBlocks:
 
     @property
     def total_steps(self) -> int:
-        """Of the whole run."""
         return 2 * self.num_pairs * self.num_steps
 
     def compared_steps(self, pair: int, b_ratio: float) -> tuple[list[int], list[int]]:

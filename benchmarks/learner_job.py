@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
@@ -70,7 +71,6 @@ class ArmRecords:
     waits: Mapping[int, float] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Audit records of one kind, oldest first."""
         return of_kind(self.audit, kind)
 
 
@@ -107,17 +107,33 @@ def write_arm_config(arm: Arm) -> Path:
     """The YAML of ours, checked."""
     plugins = ["clocks.py", *(["pipeline.py"] if arm.pipeline else [])]
     job = _job(arm, plugins, {"callbacks": [THREAD_CLOCK]})
-    config = config_of(job, arm.ports)
+    if arm.b_ratio == 0:
+        return write_job(job, arm.ports)
+    channel_b = {"prefetch": arm.prefetch, "preprocessing": arm.preprocessing.value}
+    # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
+    rollout = {"sync": {"timeout_s": 60.0, "proof": "checksum"}}
+    return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
+
+
+def write_job(
+    job: DemoJob, ports: tuple[int, int], changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """A job's YAML without servers, checked: the demo's, but for ``changes``, section by section."""
+    config = config_of(job, ports)
     config["launch"].pop("servers", None)
-    if arm.b_ratio > 0:
-        config["stage2_ab"]["channel_b"]["prefetch"] |= arm.prefetch
-        config["stage2_ab"]["channel_b"]["preprocessing"] = arm.preprocessing.value
-        # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
-        config["rollout"]["sync"] = {"timeout_s": 60.0, "proof": "checksum"}
+    _change(config, changes)
     job.directory.mkdir(parents=True, exist_ok=True)
     job.config_path.write_text(write_yaml(config), encoding="utf-8")
     load_config(job.config_path)
     return job.config_path
+
+
+def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            _change(section.setdefault(key, {}), value)
+        else:
+            section[key] = value
 
 
 def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:

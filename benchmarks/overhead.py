@@ -42,10 +42,8 @@ Clock = dict[str, list[int]]
 class ArmName(StrEnum):
     """Which program trains."""
 
-    PLAIN = "plain"
-    """``swift sft`` itself."""
-    OURS = "ours"
-    """``swift_stage2 train`` with b_ratio 0."""
+    PLAIN = "plain"  # ``swift sft`` itself
+    OURS = "ours"  # ``swift_stage2 train`` with b_ratio 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,6 @@ def hook_share(clocks: Sequence[Clock]) -> HookShare:
 def overhead_table(
     seconds: Mapping[ArmName, Sequence[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
 ) -> ResultTable:
-    """What was measured beside its budget."""
     median = Spread(ratio.quartiles[0], ratio.median.value, ratio.quartiles[1])
     times = {arm: Spread.of(np.concatenate(seconds[arm])).words(1, 1e3) for arm in ArmName}
     rows = [

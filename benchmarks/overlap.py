@@ -37,12 +37,9 @@ NUM_WARMUP = 8
 class Mode(StrEnum):
     """What a run does at a wanted B step."""
 
-    ASYNC = "asynchronous"
-    """Trains the packs that are ready, as a user's run does."""
-    INLINE = "inline"
-    """Makes its packs then, and waits for them."""
-    A_ONLY = "A only"
-    """There are none."""
+    ASYNC = "asynchronous"  # Trains the packs that are ready, as a user's run does
+    INLINE = "inline"  # Makes its packs then, and waits for them
+    A_ONLY = "A only"  # There are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,6 @@ class Repetition:
 
     @property
     def learner(self) -> float:
-        """Inline seconds without the waits."""
         return self.inline.seconds - self.inline.waited
 
     @property
@@ -79,12 +75,10 @@ class Repetition:
 
     @property
     def speed_up(self) -> float:
-        """Inline over asynchronous."""
         return self.inline.seconds / self.asynchronous.seconds
 
     @property
     def fraction(self) -> float:
-        """Of the bound, reached."""
         return self.speed_up / self.bound
 
 

@@ -72,7 +72,6 @@ class LearnerLoop:
     num_rollout_steps: int
     """Steps that trained on rollouts; the others of ours trained channel A."""
     num_completions: int
-    """Trained."""
 
     @classmethod
     def of(cls, arm: LoopArm, clock: Clock, num_warmup: int, **rest: Any) -> LearnerLoop:

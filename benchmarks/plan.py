@@ -59,7 +59,6 @@ class PlanCell:
 
     @property
     def ratios(self) -> list[float]:
-        """Plan over bare all-reduce, pair by pair."""
         return pair_ratios(self.plan, self.bare)
 
 
@@ -249,7 +248,6 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes; all ranks alike."""
     directory, repeats, *limits = argv
     join_job(TIMEOUT_S)
     control = GlooControlGroup(TIMEOUT_S)

@@ -94,7 +94,6 @@ class Bench:
         self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
 
     def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
-        """Samples of one size."""
         return [
             Subject(
                 make_crowd(num_objects, AnswerKind.JITTERED, number),
@@ -107,7 +106,6 @@ class Bench:
         ]
 
     def stage_seconds(self, subjects: Sequence[Subject]) -> dict[str, float]:
-        """Seconds per sample and stage."""
         spent = dict.fromkeys(STAGES, 0.0)
         segments = []
         for subject in subjects:
@@ -203,7 +201,6 @@ def in_turns(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures what the settings ask for."""
     settings = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -239,7 +236,6 @@ def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict
 
 
 def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
-    """Seconds of whole packs, by their samples and stage."""
     subjects = bench.subjects(num_objects, max(sizes))
     bench.stage_seconds(subjects)
     found: dict[str, dict[str, list[float]]] = {str(size): {stage: [] for stage in STAGES} for size in sizes}

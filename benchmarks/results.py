@@ -29,7 +29,6 @@ class ResultTable:
     rows: Sequence[tuple[str, ...]]
 
     def rich(self) -> Table:
-        """For a terminal."""
         table = Table(title=self.title or None, title_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")

@@ -37,7 +37,6 @@ class ServerKind(StrEnum):
 
     @property
     def engine(self) -> ServerEngine:
-        """As configurations name it."""
         return ServerEngine.SWIFT if self is ServerKind.STOCK else ServerEngine(self.value)
 
 

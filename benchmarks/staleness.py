@@ -78,7 +78,6 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def plan_arms(
     directory: Path, num_steps: int, num_seeds: int, lags: Sequence[int]
 ) -> Iterator[tuple[int | None, DemoJob]]:
-    """Channel A alone and every lag, for each seed."""
     for seed in range(num_seeds):
         base = first_job(directory, num_steps, seed, _B_RATIO, SceneKind.SHAPES)
         yield None, replace(base, directory=base.directory / "a", b_ratio=0.0)

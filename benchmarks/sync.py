@@ -269,14 +269,12 @@ class RawSender:
         self._group = _join(port, _SENDER_RANK) if transport == STOCK else None
 
     def send(self, flat: torch.Tensor) -> None:
-        """One broadcast of a contiguous CPU tensor."""
         if self._stream is not None:
             self._stream.send(flat, _PEER_S)
         elif self._group is not None:
             self._group.broadcast(flat, _SENDER_RANK)
 
     def close(self) -> None:
-        """Leaves the group; the peer ends."""
         if self._stream is not None:
             self._stream.close()
         self._group = None

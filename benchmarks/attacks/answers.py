@@ -56,7 +56,6 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 def attacks() -> list[AttackResult]:
-    """Every attack of this group, one after the other."""
     return [*odd_answers(NUM_ODD_ANSWERS), *endless_answers()]
 
 

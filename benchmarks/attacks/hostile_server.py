@@ -88,7 +88,6 @@ class HostileServer:
 
     @property
     def url(self) -> str:
-        """The address that it listens on."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> HostileServer:
@@ -212,7 +211,6 @@ def _odd_body(rng: Random, record: Any) -> bytes:
 
 
 def _marked(rng: Random, tree: Any) -> Any:
-    """The tree with one of its nodes replaced by the mark."""
     if isinstance(tree, dict) and tree and rng.random() < 0.9:
         key = rng.choice(sorted(tree))
         return {**tree, key: _marked(rng, tree[key])}

@@ -228,7 +228,6 @@ def _base64(content: bytes) -> str:
 
 
 def _hollow_png(width: int, height: int) -> bytes:
-    """A whole PNG of black pixels, one bit each."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (

@@ -55,7 +55,6 @@ sys.stdin.read()
 
 
 def attacks() -> list[AttackResult]:
-    """Every attack of this group, one after the other."""
     with tempfile.TemporaryDirectory() as logs, BenchServers(Path(logs)) as servers:
         server = servers.start(ServerKind.TRANSFORMERS)
         with ServerSession(server.base_url) as session:

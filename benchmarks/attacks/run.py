@@ -28,7 +28,6 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def table(results: Mapping[str, Sequence[AttackResult]]) -> ResultTable:
-    """One row per attack."""
     rows = [
         (
             f"{group}: {result.name}",

@@ -185,12 +185,10 @@ def count_samples(account: RunAccount) -> SampleCount:
 
 
 def num_quarantined(rank: RankAccount) -> int:
-    """For whatever reason."""
     return sum(rank.quarantined.values())
 
 
 def num_in_hand(rank: RankAccount) -> int:
-    """Wherever they are."""
     return sum(rank.in_hand.values())
 
 
@@ -201,7 +199,6 @@ def sentence_of(rank: RankAccount) -> str:
 
 
 def broken_rules(account: RunAccount) -> tuple[str, ...]:
-    """Of the run and of its ranks."""
     parts = (account.violations, *(rank.violations for rank in account.ranks))
     return tuple(broken.rule for part in parts for broken in part)
 
@@ -258,7 +255,6 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
 
 
 def _proof_after(rounds: Sequence[Record], moments: Moments) -> Record | None:
-    """The first committed round after everything was in order again."""
     since = moments.fault if moments.healed is None else moments.healed
     return next((record for record in rounds if record["committed"] and record["time"] >= since), None)
 
@@ -318,7 +314,6 @@ def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
-    """In their order."""
     return [record for record in records if record["kind"] == kind]
 
 

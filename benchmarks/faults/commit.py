@@ -60,7 +60,6 @@ class Switches:
         return cls(Path(path))
 
     def set(self, name: str, text: str = "on") -> None:
-        """Turns a switch on."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_whole(self.directory / name, text)
 
@@ -70,7 +69,6 @@ class Switches:
             (self.directory / name).unlink(missing_ok=True)
 
     def clear_all(self) -> None:
-        """Turns every switch off."""
         self.clear(*(path.name for path in self.directory.glob("*")))
 
     def read(self, name: str) -> str:

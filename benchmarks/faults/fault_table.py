@@ -68,7 +68,6 @@ class RowResult:
 
 
 def markdown(results: Sequence[RowResult]) -> str:
-    """The table."""
     lines = [_line(_HEADINGS), _line(["---"] * len(_HEADINGS))]
     lines += [_line(_cells(result)) for result in results]
     return "\n".join(lines) + "\n"

@@ -176,7 +176,6 @@ def line_of(kill: Kill) -> str:
 
 
 def kill_table(kills: Sequence[Kill]) -> ResultTable:
-    """One row per victim."""
     rows = []
     for victim, times in sorted(Counter(kill.victim for kill in kills).items()):
         mine = [kill for kill in kills if kill.victim == victim]

@@ -59,7 +59,6 @@ class Phase:
         ]
 
     def b_steps(self, gaps: Sequence[Gap]) -> int:
-        """How many of its steps trained channel B."""
         return sum(gap.channel == "B" and self.start <= gap.start < self.end for gap in gaps)
 
 
@@ -211,7 +210,6 @@ def compare_phases(gaps: Sequence[Gap], before: Phase, during: Phase, after: Pha
 
 
 def outage_table(reports: Sequence[OutageReport]) -> ResultTable:
-    """One row per outage, and their medians."""
     rows = [
         (
             str(number),

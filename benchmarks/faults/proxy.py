@@ -81,7 +81,6 @@ class FaultProxy:
         self._gate.clear()
 
     def release(self) -> None:
-        """Lets rollouts pass again."""
         self._loop.call_soon_threadsafe(self._gate.set)
 
     def __enter__(self) -> FaultProxy:

@@ -50,7 +50,6 @@ class Scene:
         self.moments = replace(self.moments, **moments)
 
     def wait_for(self, holds: Callable[[], Found], what: str, timeout_s: float = _SOON_S) -> Found:
-        """Trains on until something holds."""
         return self.job.wait_for(holds, what, timeout_s)
 
     def warm_up(self) -> None:

@@ -78,7 +78,6 @@ class TestedServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything of it runs."""
         return self._tree is not None and self._tree.poll() is None
 
     def start(self, model: Path = STAGE1) -> None:
@@ -185,7 +184,6 @@ class Leftovers:
 
     @property
     def num(self) -> int:
-        """All of it."""
         return len(self.processes) + len(self.ports) + len(self.shared_memory)
 
 

@@ -133,7 +133,6 @@ class _Soak:
             self._job.end()
 
     def report(self, num_planned: int) -> SoakReport:
-        """What the ended run came to. Ends the server."""
         records = self._job.records
         left = (
             self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end_server()

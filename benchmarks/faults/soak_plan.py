@@ -26,20 +26,13 @@ _SPREAD = 1.4  # of all steps, over those that faults need to heal
 class FaultKind(StrEnum):
     """What is committed; ``count`` and ``seconds`` of a ``PlannedFault`` say how much of it."""
 
-    KILL_SERVER = "server killed, restarted"
-    """After ``count`` steps without it."""
-    LATE_REPLIES = "late replies"
-    """``count`` replies are kept for ``seconds`` each."""
-    HTTP_500 = "HTTP 500"
-    """``count`` requests are answered so."""
-    CUT_REPLY = "reply cut in half"
-    """``count`` of them."""
-    SLOW_DISK = "slow disk"
-    """For ``count`` steps, every write of audit and ledger takes ``seconds`` longer."""
-    STOP_RANK = "rank stopped"
-    """SIGSTOP to ``rank``, SIGCONT after ``seconds``."""
-    STOP_SERVER = "server stopped"
-    """SIGSTOP to all of it, SIGCONT after ``seconds``."""
+    KILL_SERVER = "server killed, restarted"  # After ``count`` steps without it
+    LATE_REPLIES = "late replies"  # ``count`` replies are kept for ``seconds`` each
+    HTTP_500 = "HTTP 500"  # ``count`` requests are answered so
+    CUT_REPLY = "reply cut in half"  # ``count`` of them
+    SLOW_DISK = "slow disk"  # For ``count`` steps, every write of audit and ledger takes ``seconds`` longer
+    STOP_RANK = "rank stopped"  # SIGSTOP to ``rank``, SIGCONT after ``seconds``
+    STOP_SERVER = "server stopped"  # SIGSTOP to all of it, SIGCONT after ``seconds``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

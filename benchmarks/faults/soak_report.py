@@ -184,7 +184,6 @@ def _together(kinds: Sequence[KindReport]) -> KindReport:
 def trends_of(
     records: Sequence[Sequence[Record]], samples: Sequence[RankSample]
 ) -> dict[str, dict[Quantity, Trend | None]]:
-    """By rank, the trend of everything that must stay flat."""
     return {
         str(rank): _trends(part, [s for s in samples if s.rank == rank]) for rank, part in enumerate(records)
     }

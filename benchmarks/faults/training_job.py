@@ -21,10 +21,10 @@ import psutil
 from benchmarks.clocks import PLUGINS
 from benchmarks.faults.commit import VARIABLE, Switches
 from benchmarks.faults.server import Leftovers, command_line, kill_all, look, tree_of
+from benchmarks.learner_job import write_job
 from benchmarks.servers import BenchServers, Found
 from swift_stage2.config import Proof, load_config
-from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.plan import plan_launch
 from swift_stage2.launch.shared_memory import mapped_by
@@ -99,7 +99,6 @@ class TrainingJob:
 
     @property
     def num_steps(self) -> int:
-        """Steps that rank 0 has begun."""
         return len(self.of_kind("step"))
 
     def of_kind(self, kind: str, since: float = 0.0) -> list[Record]:
@@ -123,7 +122,6 @@ class TrainingJob:
         return self._bench.wait_for(holds, what, timeout_s, tree=self._tree, step=self.step)
 
     def wait_for_steps(self, count: int, timeout_s: float = 180.0) -> None:
-        """Trains ``count`` steps more."""
         goal = self.num_steps + count
         self.wait_for(lambda: self.num_steps >= goal, f"{count} more steps", timeout_s)
 
@@ -207,28 +205,20 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         b_ratio=settings.b_ratio,
         num_ranks=settings.num_ranks,
         plugins=(PLUGINS / "faults.py",),
+        temperature=0.01,
+        max_new_tokens=100,
         swift=swift,
     )
-    config = config_of(job, ports)
-    del config["launch"]["servers"]
-    config["stage2_ab"]["channel_b"] |= {
+    channel_b = {
         "max_truncated_ratio": 1.0,
         "packing": {"packing_length": 256, "packing_min_fill_ratio": 0.5},
-        "prefetch": {
-            "queue_limit": 6,
-            "version_window": 3,
-            "sync_every_steps": 4,
-            "prefetch_target_packs": 4,
-        },
+        "prefetch": {"queue_limit": 6, "version_window": 3},
     }
-    config["rollout"] |= {
-        "decoding": {"max_new_tokens": 100},
+    rollout = {
+        "decoding": {"top_p": 1.0},
         "max_inflight_per_server": settings.max_inflight_per_server,
         "request_timeout_s": settings.request_timeout_s,
         "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value},
     }
-    config["control_timeout_s"] = 240.0 + settings.request_timeout_s
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.yaml"
-    path.write_text(write_yaml(config), encoding="utf-8")
-    return path
+    changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
+    return write_job(job, ports, changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})

@@ -51,7 +51,6 @@ class Scene:
         section[int(key) if isinstance(section, list) else key] = value
 
     def image(self, index: int = 0) -> Path:
-        """The file of a row's image."""
         return self.folder / str(self.rows[index]["images"][0])
 
     def save(self) -> None:
@@ -117,7 +116,6 @@ class Case:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the command."""
         return tuple(shlex.split(self.command))
 
     def problems(self, status: int | None, output: str) -> tuple[str, ...]:

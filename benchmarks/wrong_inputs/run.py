@@ -50,7 +50,6 @@ class Met:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What must not be."""
         return self.case.problems(self.status, self.output)
 
     @property
@@ -119,7 +118,6 @@ def meet(maker: SceneMaker, case: Case, folder: Path) -> Met:
 
 
 def _publish(directory: Path, met: Sequence[Met]) -> None:
-    """One table of each area, and one of all of them."""
     counted, tables = [], []
     for area in dict.fromkeys(one.case.area for one in met):
         of_area = [one for one in met if one.case.area == area]
