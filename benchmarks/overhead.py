@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -69,8 +68,8 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         for pair in range(options.repeats):
             arms = order_of_arms(pair)
             say(f"pair {pair + 1} of {options.repeats}: {', '.join(arms)}")
-            run_arms = _run_in_turns if options.in_turns else _run_together
-            for arm, clock in run_arms(children, arms, job, directory / f"pair{pair}").items():
+            place = directory / f"pair{pair}"
+            for arm, clock in _run_pair(children, arms, job, place, in_turns=options.in_turns).items():
                 clocks[arm].append(clock)
     seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
     ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
@@ -134,20 +133,27 @@ def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
     return (*torchrun, ranks, "-m", "benchmarks.swift_program", "sft", *arguments)
 
 
-def _run_together(
-    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+def _run_pair(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path, *, in_turns: bool
 ) -> dict[ArmName, Clock]:
-    """The first arm on the first half of the cores; only steps that both made while both trained are kept."""
-    meeting = f"{directory / 'meeting'}:{2 * job.num_ranks}"
-    children.run_together(
-        [
-            _child(arm, job, directory / arm, cores, {MEETING_VARIABLE: meeting})
-            for arm, cores in zip(arms, split_cores(), strict=True)
-        ],
-        log_dir=directory / "logs",
-        deadline_s=START_DEADLINE_S + 2 * DEADLINE_PER_STEP_S * job.num_steps,
-    )
+    """In turns on all cores; or together, the first arm on the first half of the cores.
+
+    Of arms that ran together only steps are kept that both made while both trained.
+    """
+    halves = split_cores()
+    meeting = {MEETING_VARIABLE: f"{directory / 'meeting'}:{2 * job.num_ranks}"}
+    started = [
+        _child(
+            arm, job, directory / arm, set().union(*halves) if in_turns else half, {} if in_turns else meeting
+        )
+        for arm, half in zip(arms, halves, strict=True)
+    ]
+    for group in [[each] for each in started] if in_turns else [started]:
+        deadline_s = START_DEADLINE_S + len(group) * DEADLINE_PER_STEP_S * job.num_steps
+        children.run_together(group, log_dir=directory / "logs", deadline_s=deadline_s)
     clocks = {arm: read_clock(directory / arm / "clock") for arm in arms}
+    if in_turns:
+        return clocks
     num_steps = num_common([clock["end_ns"] for clock in clocks.values()])
     if num_steps < _LEAST_STEPS:
         raise ChildFailed(
@@ -159,25 +165,12 @@ def _run_together(
     }
 
 
-def _run_in_turns(
-    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
-) -> dict[ArmName, Clock]:
-    every_core = set().union(*split_cores())
-    for arm in arms:
-        children.run_together(
-            [_child(arm, job, directory / arm, every_core)],
-            log_dir=directory / "logs",
-            deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
-        )
-    return {arm: read_clock(directory / arm / "clock") for arm in arms}
-
-
 def _child(
     arm: ArmName,
     job: DemoJob,
     directory: Path,
     cores: set[int],
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
 ) -> Child:
     own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
     ports = free_ports(2)

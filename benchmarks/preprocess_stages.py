@@ -90,7 +90,9 @@ class Bench:
             template.max_length = _PACKING_LENGTH  # the tiny model's own is too short for a crowd
         self._directory = directory
         self._encoder = Encoder(ours, packing_length=_PACKING_LENGTH)
-        self._bare = _as_channel_b_has_it(bare)
+        # One row without padding, as channel B has it.
+        bare.padding_free, bare.packing, bare.sequence_parallel_size = True, False, 1
+        self._bare = bare
         self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
 
     def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
@@ -150,12 +152,6 @@ class Bench:
         began = time.thread_time()
         batch = self._bare.data_collator([self._bare.encode(row, return_length=True) for row in rows])
         return time.thread_time() - began, batch["input_ids"].flatten().tolist()
-
-    def ours_seconds(self, subjects: Sequence[Subject]) -> float:
-        return self.ours(subjects)[0]
-
-    def bare_seconds(self, subjects: Sequence[Subject]) -> float:
-        return self.bare(subjects)[0]
 
     def _segment(self, subject: Subject, target: Target) -> Segment:
         prompt = self._encoder.encode_prompt(subject.sample)
@@ -230,9 +226,17 @@ def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict
                 stages[str(count)][stage].append(seconds)
     pairs = {}
     for count, each in subjects.items():
-        ours, bare = in_turns(repeats, partial(bench.ours_seconds, each), partial(bench.bare_seconds, each))
+        ours, bare = in_turns(
+            repeats, partial(_seconds, bench.ours, each), partial(_seconds, bench.bare, each)
+        )
         pairs[str(count)] = {"ours": ours, "bare": bare}
     return {"stages": stages, "pairs": pairs}
+
+
+def _seconds(
+    way: Callable[[Sequence[Subject]], tuple[float, list[int]]], subjects: Sequence[Subject]
+) -> float:
+    return way(subjects)[0]
 
 
 def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
@@ -276,14 +280,6 @@ def _match(predicted: Boxes, true: Boxes) -> object:
 
 def _matching_options() -> dict[str, Any]:
     return {name: value for name, value in asdict(_SETTINGS).items() if name != "same_label"}
-
-
-def _as_channel_b_has_it(template: Any) -> Any:
-    """One row without padding."""
-    template.padding_free = True
-    template.packing = False
-    template.sequence_parallel_size = 1
-    return template
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from benchmarks.faults.soak_report import (
     parts_of,
     trends_of,
 )
-from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob, Victim
+from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import publish, say
 from benchmarks.servers import ServerKind
 from swift_stage2.errors import ChildFailed
@@ -58,9 +58,7 @@ _REPLY_FAULTS = {
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Soaks; 0 when nothing was lost and nothing rises. Raises ChildFailed when the server did not answer at first."""
     kind = ServerKind(options.server)
-    faults = plan_faults(
-        options.seed, options.steps, num_ranks=NUM_RANKS, kill_room_steps=_KILL_ROOM_STEPS[kind]
-    )
+    faults = plan_faults(options.seed, options.steps, kill_room_steps=_KILL_ROOM_STEPS[kind])
     started = time.monotonic()
     with FaultBench(kind, directory) as bench, _Soak(bench, directory, options.steps) as soak:
         soak.run(faults)
