@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, read_clock
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, Clock, read_clock
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
@@ -32,10 +32,6 @@ NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2
 HOOKS_BUDGET = 0.01
 STEP_BUDGET = 1.03
-
-
-Clock = dict[str, list[int]]
-"""What the plugin wrote on rank 0: ``end_ns`` and running totals, one entry per step."""
 
 
 class ArmName(StrEnum):
@@ -151,7 +147,7 @@ def _run_pair(
     for group in [[each] for each in started] if in_turns else [started]:
         deadline_s = START_DEADLINE_S + len(group) * DEADLINE_PER_STEP_S * job.num_steps
         children.run_together(group, log_dir=directory / "logs", deadline_s=deadline_s)
-    clocks = {arm: read_clock(directory / arm / "clock") for arm in arms}
+    clocks: dict[ArmName, Clock] = {arm: read_clock(directory / arm / "clock") for arm in arms}
     if in_turns:
         return clocks
     num_steps = num_common([clock["end_ns"] for clock in clocks.values()])

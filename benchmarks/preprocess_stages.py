@@ -80,7 +80,7 @@ class Subject:
         self.bare_row: dict[str, Any] = {"messages": conversation, "images": row["images"]}
 
 
-class Bench:
+class StageBench:
     """Real template, tokenizer and task, and the clock that reads each stage."""
 
     def __init__(self, directory: Path) -> None:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     out = Path(argv[1])
     repeats = int(settings["repeats"])
-    bench = Bench(out.parent)
+    bench = StageBench(out.parent)
     found = {
         **_measure_template(bench, settings["objects"], repeats),
         "packs": _measure_packs(bench, settings["samples"], settings["sample_objects"], repeats),
@@ -212,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict[str, Any]:
+def _measure_template(bench: StageBench, counts: Sequence[int], repeats: int) -> dict[str, Any]:
     subjects = {count: bench.subjects(count) for count in counts}
     for each in subjects.values():
         bench.stage_seconds(each)
@@ -239,7 +239,7 @@ def _seconds(
     return way(subjects)[0]
 
 
-def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
+def _measure_packs(bench: StageBench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
     subjects = bench.subjects(num_objects, max(sizes))
     bench.stage_seconds(subjects)
     found: dict[str, dict[str, list[float]]] = {str(size): {stage: [] for stage in STAGES} for size in sizes}
@@ -250,7 +250,7 @@ def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats
     return found
 
 
-def _refuse_other_work(bench: Bench, subjects: Sequence[Subject]) -> None:
+def _refuse_other_work(bench: StageBench, subjects: Sequence[Subject]) -> None:
     if bench.ours(subjects)[1] != bench.bare(subjects)[1]:
         raise RuntimeError("both ways must give the same tokens, else they are no pair; they do not")
 

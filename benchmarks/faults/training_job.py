@@ -46,7 +46,6 @@ class JobSettings:
 
     num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
-    max_inflight_per_server: int = 16
     b_ratio: float = 0.5
     proof: Proof = Proof.AUTO
     swift: Mapping[str, Any] = field(default_factory=dict)
@@ -216,7 +215,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
     }
     rollout = {
         "decoding": {"top_p": 1.0},
-        "max_inflight_per_server": settings.max_inflight_per_server,
+        "max_inflight_per_server": 16,
         "request_timeout_s": settings.request_timeout_s,
         "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value},
     }

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import swift_stage2
 from benchmarks.results import ResultTable, publish
-from benchmarks.wrong_inputs.case import Case, SceneMaker
+from benchmarks.wrong_inputs.case import Case, SetupMaker
 from benchmarks.wrong_inputs.data_rows import data_cases
 from benchmarks.wrong_inputs.settings import setting_cases
 from benchmarks.wrong_inputs.surroundings import surrounding_cases
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         tempfile.TemporaryDirectory(prefix="swift-stage2-wrong-inputs-") as scratch,
         _foreign_server() as port,
     ):
-        maker = SceneMaker(Path(scratch), port, free_ports(1)[0])
+        maker = SetupMaker(Path(scratch), port, free_ports(1)[0])
         folders = [Path(scratch) / f"case-{number}" for number in range(len(cases))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="wrong-input") as pool:
             met = []
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     return EXIT_PROBLEMS if any(one.problems for one in met) else 0
 
 
-def meet(maker: SceneMaker, case: Case, folder: Path) -> Met:
+def meet(maker: SetupMaker, case: Case, folder: Path) -> Met:
     """Makes the scene, spoils it, and runs the command in it."""
     scene = maker.make(folder)
     case.spoil(scene)
