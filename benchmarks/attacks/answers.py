@@ -23,7 +23,7 @@ from random import Random
 import httpx
 
 from benchmarks.attacks.hostile_server import Answer, HostileServer, odd_answer
-from benchmarks.attacks.result import AttackResult
+from benchmarks.attacks.run import AttackResult
 from benchmarks.results import say
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from benchmarks.attacks.result import AttackResult, Tries
+from benchmarks.attacks.run import AttackResult, Tries
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.servers import protocol
 
