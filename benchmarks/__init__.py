@@ -2,9 +2,9 @@
 
 benches         every bench by its name, with its options and how ``bench all`` asks it
 command         one parser, one directory for results, one way to fail; a bench is ``run(options, directory)``
-results         tables on the terminal and as Markdown, numbers as JSON
+results         tables on the terminal and as Markdown, numbers as JSON; whose turn it is; medians of rows
 estimates       quartiles, paired ratios, ratios of medians, trends, each with its spread or interval (pure)
-servers         rollout servers on free ports; stand_in_server: one that waits and does not compute
+servers         rollout servers on free ports, one wait for all; stand_in_server: one that does not compute
 learner_job     training runs beside a stand-in; clocks: what is noted of their steps; plugins: what runs in them
 swift_program   ``swift sft`` and ``swift rlhf`` themselves
 all_benches     all of them, one after the other, as one page
@@ -12,9 +12,9 @@ all_benches     all of them, one after the other, as one page
 learning        does channel B pay? A alone against a share of B: F1 on the same held-out scenes
 staleness       does the age of a rollout matter? the same job with forced version lags
 overhead        what does the trainer cost when B is off? against plain ``swift sft`` at the same time
-sync            what does a round cost? against a raw broadcast of the same bytes (raw_peer: its other end)
+sync            what does a round cost? against a raw broadcast of the same bytes
 pending         how long does a round wait for rollouts? with aborts and without
-merge           does a server stay full at several client ranks (client_ranks)? stock, stock merged, ours
+merge           does a server stay full at several client ranks? stock, stock merged, ours
 interference    what does the pipeline cost steps beside it? switched on and off in one run
 overlap         how much of the bound does asynchrony reach? against the same work done inline
 peer            how idle is a learner? ours and ms-swift's own asynchronous GRPO

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Writes ``BENCHMARKS.md`` and the JSON that it is written from; 0 when every bench ended with status 0."""
     earlier = kept_runs(options.write.with_suffix(".json")) if options.write else []
     chosen = _chosen(options, told=True)
-    limits = {name: _minutes(PLAN[name], quick=options.quick) for name in chosen}
+    limits = {name: PLAN[name].quick_minutes if options.quick else PLAN[name].minutes for name in chosen}
     say(f"{', '.join(chosen)}: at most {sum(limits.values())} minutes together")
     runs: list[BenchRun] = []
     with ChildRuns() as children:
@@ -124,10 +124,6 @@ def _chosen(options: argparse.Namespace, *, told: bool = False) -> list[str]:
             elif told:
                 say(f"{name}: left out, {_NO_VLLM}")
     return [name for name in names if name not in options.skip]
-
-
-def _minutes(planned: Turn, *, quick: bool) -> int:
-    return planned.quick_minutes if quick else planned.minutes
 
 
 def _has_vllm() -> bool:
@@ -218,15 +214,7 @@ def page(runs: Sequence[BenchRun]) -> str:
 
 def state() -> str:
     """Which state of the project runs: its version, and git's name of the commit where it runs from a checkout."""
-    git = (
-        "git",
-        "-C",
-        str(Path(swift_stage2.__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude=*",
-    )
+    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
     try:
         commit = subprocess.run(
             git, capture_output=True, text=True, check=True, timeout=_GIT_S

@@ -11,7 +11,7 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +28,14 @@ _DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """``--name``. A list as ``default``: several values after it; a bool: it takes none. Bounds are of every value."""
 
     name: str
+    default: Any
     help: str
-    default: Any = None
+    _: KW_ONLY
     kind: Callable[[str], Any] | None = None
     """Reads one value; None: the default's own type. It raises UserError, or ArgumentTypeError for a usage error."""
     metavar: str | None = None
@@ -64,18 +65,13 @@ class Option:
             help=(self.help + shown).replace("%", "%%"),
         )
 
-    def check(self, value: Any) -> None:
+    def check(self, options: argparse.Namespace) -> None:
         """Raises UserError when a bound does not hold."""
-        bounds = (
-            ("above", self.above),
-            ("at least", self.least),
-            ("below", self.below),
-            ("at most", self.most),
-        )
-        given = {word: bound for word, bound in bounds if bound is not None}
-        rule = " and ".join(f"{word} {bound:g}" for word, bound in given.items())
+        given = [(word, bound) for word in _HOLDS if (bound := getattr(self, word.split()[-1])) is not None]
+        value = getattr(options, self.name.replace("-", "_"))
         for number in value if isinstance(value, list) else [value]:
-            if number is not None and not all(_HOLDS[word](number, bound) for word, bound in given.items()):
+            if number is not None and not all(_HOLDS[word](number, bound) for word, bound in given):
+                rule = " and ".join(f"{word} {bound:g}" for word, bound in given)
                 remedy = self.remedy or f"write {_shown(self.default)}"
                 raise UserError(f"--{self.name} must be {rule}, got {number}; {remedy}")
 
@@ -97,8 +93,9 @@ class Turn(NamedTuple):
 class Bench:
     """One bench: what it asks and how it is asked."""
 
-    module: str
-    """Below ``benchmarks``."""
+    name: str
+    module: str = ""
+    """Below ``benchmarks``; empty: that of its name."""
     purpose: str
     detail: str = ""
     takes: str
@@ -111,12 +108,26 @@ class Bench:
     turn: Turn
 
     @property
+    def path(self) -> str:
+        return f"benchmarks.{self.module or self.name}"
+
+    @property
     def description(self) -> str:
-        """For ``--help``."""
         purpose = self.purpose[0].upper() + self.purpose[1:]
         end = "" if purpose.endswith("?") else "."
         said = f"{purpose}{end} {self.detail}".rstrip()
         return f"{said} On two cores it takes {self.takes}. Exit status 0: {self.succeeds}."
+
+
+def one_of(*known: str) -> Callable[[str], str]:
+    """Reads one word; another one is a usage error."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {text!r}")
+        return text
+
+    return read
 
 
 def comma_list(option: str, what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -154,15 +165,15 @@ def number_list(
     return read
 
 
-def parse(name: str, bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
+def parse(bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
     """The bench's options, each within its bounds. Raises UserError."""
     statuses = f"0 {bench.succeeds}; 1 that is not so, or a process of its own failed"
     parser = CommandParser(
-        prog=f"swift-stage2 bench {name}", description=bench.description, exit_statuses=statuses
+        prog=f"swift-stage2 bench {bench.name}", description=bench.description, exit_statuses=statuses
     )
     for option in bench.options:
         option.add_to(parser)
-    output = Path(bench.output or f"runs/bench-{name}")
+    output = Path(bench.output or f"runs/bench-{bench.name}")
     words = "gets what was found" + ("" if bench.output else "; earlier results there are replaced")
     parser.add_argument(
         "--output", type=Path, default=output, metavar="DIR", help=f"{words} (default %(default)s)"
@@ -171,11 +182,7 @@ def parse(name: str, bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
     options = parser.parse_args(argv)
     for option in bench.options:
-        if (option.kind is None and not isinstance(option.default, bool | str)) or option.kind in (
-            int,
-            float,
-        ):
-            option.check(getattr(options, option.name.replace("-", "_")))
+        option.check(options)
     return options
 
 
@@ -197,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments[:1]
     ).bench  # every bench has a parser of its own for what follows its name
     bench = BENCHES[chosen]
-    options = parse(chosen, bench, arguments[1:])
-    module = importlib.import_module(f"benchmarks.{bench.module}")
+    options = parse(bench, arguments[1:])
+    module = importlib.import_module(bench.path)
     try:
         if hasattr(module, "check"):
             module.check(options)

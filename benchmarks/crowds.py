@@ -28,10 +28,8 @@ Objects = list[tuple[str, Box]]
 class AnswerKind(StrEnum):
     """What the predicted boxes have to do with the true ones."""
 
-    JITTERED = "jittered"
-    """Most truths, in another order, a few pixels off; some missed, as many invented."""
-    RANDOM = "random"
-    """Nothing, but in a crowd chance overlaps abound."""
+    JITTERED = "jittered"  # Most truths, in another order, a few pixels off; some missed, as many invented
+    RANDOM = "random"  # Nothing, but in a crowd chance overlaps abound
     REPEATED = "repeated"
     """The same few boxes over and over, as a model writes that does not come to its end: everything ties."""
 
@@ -45,7 +43,6 @@ class Crowd:
 
 
 def make_crowd(num_objects: int, kind: AnswerKind, seed: int) -> Crowd:
-    """The same for the same arguments."""
     rng = random.Random(f"{num_objects} {kind} {seed}")
     truth = [_random_object(rng) for _ in range(num_objects)]
     match kind:
@@ -73,7 +70,6 @@ def half_right_answer(truth: Objects, side: int, seed: int) -> Objects:
 
 
 def draw_crowd(crowd: Crowd, path: Path) -> None:
-    """A picture of the ground truth, as a PNG."""
     image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (250, 250, 250))
     draw = ImageDraw.Draw(image)
     for label, box in crowd.truth:

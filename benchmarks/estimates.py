@@ -154,7 +154,6 @@ def compare(plain: Sequence[Floats], ours: Sequence[Floats], seed: int = 0) -> P
 
 
 def pair_ratios(ours: Sequence[float], bare: Sequence[float]) -> list[float]:
-    """Pair by pair."""
     return [one / other for one, other in zip(ours, bare, strict=True)]
 
 
@@ -170,7 +169,6 @@ class Ratio:
     high: float
 
     def words(self) -> str:
-        """For a table."""
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 

@@ -17,21 +17,17 @@ import numpy as np
 
 from benchmarks.clocks import Clock
 from benchmarks.estimates import Bounded, Floats, PairedRatio, Spread, compare, verdict
-from benchmarks.learner_job import Arm, ArmRecords, run_arm
+from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
 from benchmarks.plugins.pipeline import BLOCK_VARIABLE, SWITCHED, is_on
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.config import Preprocessing
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
 from swift_stage2.scheduling.bresenham import wants_channel_b
 
 BUDGET = 1.03
 B_RATIO = 0.25
-NUM_ROWS = 512
-"""Scenes of the benches that train beside a stand-in."""
 _SETTLING = 8
 _NEVER = 1_000_000  # one round at the start: rounds have a bench of their own
 _CLOCKS = {
@@ -71,7 +67,6 @@ class SwitchedBlocks:
 
     @property
     def total_steps(self) -> int:
-        """Of the whole run."""
         return 2 * self.num_pairs * self.num_steps
 
     def compared_steps(self, pair: int, b_ratio: float) -> tuple[list[int], list[int]]:
@@ -93,7 +88,7 @@ class SwitchedBlocks:
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or channel B did not run while it was on."""
     blocks = SwitchedBlocks(options.block_steps, _SETTLING, options.pairs)
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
+    rows = write_rows(directory)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
         ports = start_stand_in(servers, rows, options.latency_s)
         found: dict[Preprocessing, Interference] = {}

@@ -10,15 +10,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
+from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE, WAITS_FILE
 from swift_stage2.config import Preprocessing, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
+from swift_stage2.demo.grounding_dataset import write_scenes
+from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.telemetry.audit import Record, audit_path
 
 GRPO_CLOCK = "stage2_grpo_clock"
@@ -31,6 +35,7 @@ PUSH_NS = "push_ns"
 MICRO_BATCH = 7
 """Completions of a forward: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny model's."""
 COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
+_NUM_ROWS = 512
 _UNATTENDED: Mapping[str, Any] = {
     "save_strategy": "no",
     "report_to": ["none"],
@@ -66,8 +71,12 @@ class ArmRecords:
     waits: Mapping[int, float] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Audit records of one kind, oldest first."""
-        return [record for record in self.audit if record["kind"] == kind]
+        return of_kind(self.audit, kind)
+
+
+def write_rows(directory: Path) -> Path:
+    """The scenes that every arm trains on."""
+    return write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
 
 
 def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
@@ -98,17 +107,33 @@ def write_arm_config(arm: Arm) -> Path:
     """The YAML of ours, checked."""
     plugins = ["clocks.py", *(["pipeline.py"] if arm.pipeline else [])]
     job = _job(arm, plugins, {"callbacks": [THREAD_CLOCK]})
-    config = config_of(job, arm.ports)
+    if arm.b_ratio == 0:
+        return write_job(job, arm.ports)
+    channel_b = {"prefetch": arm.prefetch, "preprocessing": arm.preprocessing.value}
+    # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
+    rollout = {"sync": {"timeout_s": 60.0, "proof": "checksum"}}
+    return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
+
+
+def write_job(
+    job: DemoJob, ports: tuple[int, int], changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """A job's YAML without servers, checked: the demo's, but for ``changes``, section by section."""
+    config = config_of(job, ports)
     config["launch"].pop("servers", None)
-    if arm.b_ratio > 0:
-        config["stage2_ab"]["channel_b"]["prefetch"] |= arm.prefetch
-        config["stage2_ab"]["channel_b"]["preprocessing"] = arm.preprocessing.value
-        # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
-        config["rollout"]["sync"] = {"timeout_s": 60.0, "proof": "checksum"}
+    _change(config, changes)
     job.directory.mkdir(parents=True, exist_ok=True)
     job.config_path.write_text(write_yaml(config), encoding="utf-8")
     load_config(job.config_path)
     return job.config_path
+
+
+def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            _change(section.setdefault(key, {}), value)
+        else:
+            section[key] = value
 
 
 def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:

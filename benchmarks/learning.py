@@ -27,7 +27,7 @@ SCORES = {"F1": "f1", "precision": "precision", "recall": "recall", "mean IoU": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class LearningArm:
     """One trained job and how it scored."""
 
     b_ratio: float
@@ -104,7 +104,7 @@ def gains(first: Mapping[int, float], arms: Sequence[tuple[int, float]]) -> str:
     return mean_and_range([f1 - first[seed] for seed, f1 in arms], "+.3f")
 
 
-def learning_table(start: DetectionScore, arms: Sequence[Arm]) -> ResultTable:
+def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> ResultTable:
     """One row per b_ratio: means over seeds, with the range where there are several."""
     first = {arm.seed: arm.score.f1 for arm in arms if arm.b_ratio == arms[0].b_ratio}
     rows = [("stage 1, before", "", "", *score_cells([start]), "")]
@@ -129,7 +129,7 @@ def learning_table(start: DetectionScore, arms: Sequence[Arm]) -> ResultTable:
     )
 
 
-def notes(arms: Sequence[Arm]) -> list[str]:
+def notes(arms: Sequence[LearningArm]) -> list[str]:
     """What else may be asked."""
     steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
     common = f"swift-stage2 bench learning --steps {steps} --seeds {seeds}"
@@ -139,9 +139,9 @@ def notes(arms: Sequence[Arm]) -> list[str]:
     ]
 
 
-def _arm(job: DemoJob, result: DetectionScore) -> Arm:
+def _arm(job: DemoJob, result: DetectionScore) -> LearningArm:
     summary = summarise(job.run_dir)
-    return Arm(
+    return LearningArm(
         b_ratio=job.b_ratio,
         seed=job.seed,
         num_steps=summary.num_steps,

@@ -12,23 +12,26 @@ import base64
 import io
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from benchmarks.benches import MERGED, NAIVE
-from benchmarks.client_ranks import ClientRanks
 from benchmarks.estimates import Spread
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServers, ServerKind
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
-from swift_stage2.errors import UserError
+from swift_stage2.errors import ChildFailed, ProtocolError, UserError
 from swift_stage2.servers import protocol
 
 
@@ -152,3 +155,62 @@ def _request(number: int) -> dict[str, Any]:
     scene.image.save(stream, "PNG")
     image = base64.b64encode(stream.getvalue()).decode()
     return {"messages": [{"role": "user", "content": PROMPT}], "images": [image]}
+
+
+_REPLY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What one rank measured; moments of the machine's monotonic clock, in seconds."""
+
+    started_s: float
+    ended_s: float
+    num_completions: int
+    num_tokens: int
+
+
+class ClientRanks:
+    """``num_ranks`` callers, each with a connection of its own; ``post`` uses as many as it has bodies.
+
+    They are threads: a call is one prepared body and its bytes in return, which are read once all have answered.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="client-rank")
+        headers = {"Content-Type": "application/json"}
+        self._clients = [
+            httpx.Client(trust_env=False, timeout=_REPLY_S, headers=headers) for _ in range(num_ranks)
+        ]
+
+    def __enter__(self) -> ClientRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+        for client in self._clients:
+            client.close()
+
+    def post(self, base_url: str, bodies: Sequence[bytes]) -> list[Posted]:
+        """One body per rank, all at once. Raises ChildFailed when one got no good answer."""
+        all_here = threading.Barrier(len(bodies))
+
+        def post(http: httpx.Client, body: bytes) -> tuple[float, float, httpx.Response]:
+            all_here.wait(_REPLY_S)
+            started = time.monotonic()
+            response = http.post(f"{base_url}{protocol.INFER}", content=body)
+            return started, time.monotonic(), response
+
+        try:
+            answers = list(self._pool.map(post, self._clients[: len(bodies)], bodies, timeout=2 * _REPLY_S))
+            return [_posted(body, *answer) for body, answer in zip(bodies, answers, strict=True)]
+        except (httpx.HTTPError, ProtocolError, ValueError, TimeoutError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ChildFailed(f"a client rank got no answer from {base_url}: {reason}") from error
+
+
+def _posted(body: bytes, started: float, ended: float, response: httpx.Response) -> Posted:
+    response.raise_for_status()
+    num_requests = len(json.loads(body)["infer_requests"])
+    completions = protocol.parse_infer_reply(response.json(), num_requests)
+    return Posted(started, ended, len(completions), sum(len(each.token_ids) for each in completions))

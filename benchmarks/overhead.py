@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
-from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, read_clock
+from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, Clock, read_clock
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
@@ -35,17 +34,11 @@ HOOKS_BUDGET = 0.01
 STEP_BUDGET = 1.03
 
 
-Clock = dict[str, list[int]]
-"""What the plugin wrote on rank 0: ``end_ns`` and running totals, one entry per step."""
-
-
 class ArmName(StrEnum):
     """Which program trains."""
 
-    PLAIN = "plain"
-    """``swift sft`` itself."""
-    OURS = "ours"
-    """``swift_stage2 train`` with b_ratio 0."""
+    PLAIN = "plain"  # ``swift sft`` itself
+    OURS = "ours"  # ``swift_stage2 train`` with b_ratio 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +64,8 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         for pair in range(options.repeats):
             arms = order_of_arms(pair)
             say(f"pair {pair + 1} of {options.repeats}: {', '.join(arms)}")
-            run_arms = _run_in_turns if options.in_turns else _run_together
-            for arm, clock in run_arms(children, arms, job, directory / f"pair{pair}").items():
+            place = directory / f"pair{pair}"
+            for arm, clock in _run_pair(children, arms, job, place, in_turns=options.in_turns).items():
                 clocks[arm].append(clock)
     seconds = {arm: [step_seconds(clock["end_ns"], NUM_WARMUP) for clock in clocks[arm]] for arm in ArmName}
     ratio, share = compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]), hook_share(clocks[ArmName.OURS])
@@ -107,7 +100,6 @@ def hook_share(clocks: Sequence[Clock]) -> HookShare:
 def overhead_table(
     seconds: Mapping[ArmName, Sequence[Floats]], ratio: PairedRatio, share: HookShare, *, in_turns: bool
 ) -> ResultTable:
-    """What was measured beside its budget."""
     median = Spread(ratio.quartiles[0], ratio.median.value, ratio.quartiles[1])
     times = {arm: Spread.of(np.concatenate(seconds[arm])).words(1, 1e3) for arm in ArmName}
     rows = [
@@ -137,20 +129,27 @@ def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
     return (*torchrun, ranks, "-m", "benchmarks.swift_program", "sft", *arguments)
 
 
-def _run_together(
-    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
+def _run_pair(
+    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path, *, in_turns: bool
 ) -> dict[ArmName, Clock]:
-    """The first arm on the first half of the cores; only steps that both made while both trained are kept."""
-    meeting = f"{directory / 'meeting'}:{2 * job.num_ranks}"
-    children.run_together(
-        [
-            _child(arm, job, directory / arm, cores, {MEETING_VARIABLE: meeting})
-            for arm, cores in zip(arms, split_cores(), strict=True)
-        ],
-        log_dir=directory / "logs",
-        deadline_s=START_DEADLINE_S + 2 * DEADLINE_PER_STEP_S * job.num_steps,
-    )
-    clocks = {arm: read_clock(directory / arm / "clock") for arm in arms}
+    """In turns on all cores; or together, the first arm on the first half of the cores.
+
+    Of arms that ran together only steps are kept that both made while both trained.
+    """
+    halves = split_cores()
+    meeting = {MEETING_VARIABLE: f"{directory / 'meeting'}:{2 * job.num_ranks}"}
+    started = [
+        _child(
+            arm, job, directory / arm, set().union(*halves) if in_turns else half, {} if in_turns else meeting
+        )
+        for arm, half in zip(arms, halves, strict=True)
+    ]
+    for group in [[each] for each in started] if in_turns else [started]:
+        deadline_s = START_DEADLINE_S + len(group) * DEADLINE_PER_STEP_S * job.num_steps
+        children.run_together(group, log_dir=directory / "logs", deadline_s=deadline_s)
+    clocks: dict[ArmName, Clock] = {arm: read_clock(directory / arm / "clock") for arm in arms}
+    if in_turns:
+        return clocks
     num_steps = num_common([clock["end_ns"] for clock in clocks.values()])
     if num_steps < _LEAST_STEPS:
         raise ChildFailed(
@@ -162,25 +161,12 @@ def _run_together(
     }
 
 
-def _run_in_turns(
-    children: ChildRuns, arms: tuple[ArmName, ArmName], job: DemoJob, directory: Path
-) -> dict[ArmName, Clock]:
-    every_core = set().union(*split_cores())
-    for arm in arms:
-        children.run_together(
-            [_child(arm, job, directory / arm, every_core)],
-            log_dir=directory / "logs",
-            deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
-        )
-    return {arm: read_clock(directory / arm / "clock") for arm in arms}
-
-
 def _child(
     arm: ArmName,
     job: DemoJob,
     directory: Path,
     cores: set[int],
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
 ) -> Child:
     own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
     ports = free_ports(2)

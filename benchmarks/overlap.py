@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,15 +20,13 @@ import numpy as np
 
 from benchmarks.benches import STAND_IN
 from benchmarks.clocks import since
-from benchmarks.estimates import Spread, verdict
-from benchmarks.interference import B_RATIO, NUM_ROWS
-from benchmarks.learner_job import Arm, ArmRecords, run_arm
+from benchmarks.estimates import verdict
+from benchmarks.interference import B_RATIO
+from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
 from swift_stage2.process.visible_devices import split_cores, started_on
 
@@ -38,12 +37,9 @@ NUM_WARMUP = 8
 class Mode(StrEnum):
     """What a run does at a wanted B step."""
 
-    ASYNC = "asynchronous"
-    """Trains the packs that are ready, as a user's run does."""
-    INLINE = "inline"
-    """Makes its packs then, and waits for them."""
-    A_ONLY = "A only"
-    """There are none."""
+    ASYNC = "asynchronous"  # Trains the packs that are ready, as a user's run does
+    INLINE = "inline"  # Makes its packs then, and waits for them
+    A_ONLY = "A only"  # There are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +66,6 @@ class Repetition:
 
     @property
     def learner(self) -> float:
-        """Inline seconds without the waits."""
         return self.inline.seconds - self.inline.waited
 
     @property
@@ -80,19 +75,17 @@ class Repetition:
 
     @property
     def speed_up(self) -> float:
-        """Inline over asynchronous."""
         return self.inline.seconds / self.asynchronous.seconds
 
     @property
     def fraction(self) -> float:
-        """Of the bound, reached."""
         return self.speed_up / self.bound
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
-    repetitions = []
+    rows = write_rows(directory)
+    runs: dict[int, dict[Mode, OverlapRun]] = defaultdict(dict)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children, ExitStack() as stack:
         if options.server == STAND_IN:
             ports = start_stand_in(servers, rows, options.latency_s)
@@ -102,23 +95,21 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             ports = (int(server.base_url.rsplit(":", 1)[1]), server.group_port)
             stack.enter_context(started_on(split_cores()[0]))
         learner_cores = sorted(os.sched_getaffinity(0))
-        for number in range(options.repeats):
-            runs: dict[Mode, OverlapRun] = {}
-            for mode in list(Mode)[:: 1 if number % 2 == 0 else -1]:
-                say(f"repetition {number + 1} of {options.repeats}: {mode}")
-                arm = Arm(
-                    name=mode.name.lower(),
-                    directory=directory / f"{number}-{mode.name.lower()}",
-                    rows=rows,
-                    num_steps=options.steps,
-                    b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
-                    ports=ports,
-                    pipeline=INLINE if mode is Mode.INLINE else "",
-                )
-                runs[mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
-            repetitions.append(
-                Repetition(asynchronous=runs[Mode.ASYNC], inline=runs[Mode.INLINE], a_only=runs[Mode.A_ONLY])
+        for number, mode in in_turns(Mode, options.repeats):
+            arm = Arm(
+                name=mode.name.lower(),
+                directory=directory / f"{number}-{mode.name.lower()}",
+                rows=rows,
+                num_steps=options.steps,
+                b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
+                ports=ports,
+                pipeline=INLINE if mode is Mode.INLINE else "",
             )
+            runs[number][mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
+    repetitions = [
+        Repetition(asynchronous=each[Mode.ASYNC], inline=each[Mode.INLINE], a_only=each[Mode.A_ONLY])
+        for each in runs.values()
+    ]
     facts = {
         "server": options.server,
         "latency_s": options.latency_s if options.server == STAND_IN else None,
@@ -160,36 +151,35 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
 
 def overlap_table(repetitions: Sequence[Repetition], num_steps: int) -> ResultTable:
     """One row per repetition, and their medians."""
-    columns = {
-        "asynchronous, s": (1, [each.asynchronous.seconds for each in repetitions]),
-        "inline, s": (1, [each.inline.seconds for each in repetitions]),
-        "A only, s": (1, [each.a_only.seconds for each in repetitions]),
-        "inline: learner, s": (1, [each.learner for each in repetitions]),
-        "inline: pipeline, s": (1, [each.inline.waited for each in repetitions]),
-        "speed-up": (3, [each.speed_up for each in repetitions]),
-        "bound": (3, [each.bound for each in repetitions]),
-        "fraction of the bound": (3, [each.fraction for each in repetitions]),
+    columns: dict[str, tuple[int, Callable[[Repetition], float]]] = {
+        "asynchronous, s": (1, lambda each: each.asynchronous.seconds),
+        "inline, s": (1, lambda each: each.inline.seconds),
+        "A only, s": (1, lambda each: each.a_only.seconds),
+        "inline: learner, s": (1, lambda each: each.learner),
+        "inline: pipeline, s": (1, lambda each: each.inline.waited),
+        "speed-up": (3, lambda each: each.speed_up),
+        "bound": (3, lambda each: each.bound),
+        "fraction of the bound": (3, lambda each: each.fraction),
     }
-    rows = [
-        (str(number + 1), *(f"{values[number]:.{digits}f}" for digits, values in columns.values()))
-        for number in range(len(repetitions))
-    ]
-    rows.append(("all", *(Spread.of(values).words(digits) for digits, values in columns.values())))
-    return ResultTable(
+    title = (
         f"Asynchronous against inline, {num_steps} steps after the warm-up, b_ratio {B_RATIO}; the last row is median "
-        "(quartiles)",
-        ("repetition", *columns),
-        rows,
+        "(quartiles)"
     )
+    table = spread_table(title, "repetition", {"all": repetitions}, columns)
+    rows = [
+        (str(number), *(f"{value(each):.{digits}f}" for digits, value in columns.values()))
+        for number, each in enumerate(repetitions, 1)
+    ]
+    return replace(table, rows=[*rows, *table.rows])
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Whether the arms did the same work."""
-    rows = []
-    for number, each in enumerate(repetitions):
-        for run in (each.asynchronous, each.inline):
-            steps = f"{run.num_b_run} of {run.num_b_wanted}"
-            rows.append((f"{number + 1}, {run.mode}", steps, str(run.num_rollouts)))
+    rows = [
+        (f"{number}, {run.mode}", f"{run.num_b_run} of {run.num_b_wanted}", str(run.num_rollouts))
+        for number, each in enumerate(repetitions, 1)
+        for run in (each.asynchronous, each.inline)
+    ]
     return ResultTable("Work of the arms", ("repetition, arm", "B steps run of wanted", "rollouts"), rows)
 
 

@@ -12,23 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from benchmarks.clocks import Clock, since
-from benchmarks.estimates import Spread
-from benchmarks.interference import NUM_ROWS
-from benchmarks.learner_job import COMPLETIONS_PER_STEP, PUSH_NS, ROLLOUT_NS, Arm, run_arm, run_grpo
+from benchmarks.learner_job import (
+    COMPLETIONS_PER_STEP,
+    PUSH_NS,
+    ROLLOUT_NS,
+    Arm,
+    run_arm,
+    run_grpo,
+    write_rows,
+)
 from benchmarks.overlap import NUM_WARMUP, Mode, run_of
 from benchmarks.plugins.pipeline import INLINE
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.process.visible_devices import split_cores
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
@@ -67,7 +72,18 @@ class LearnerLoop:
     num_rollout_steps: int
     """Steps that trained on rollouts; the others of ours trained channel A."""
     num_completions: int
-    """Trained."""
+
+    @classmethod
+    def of(cls, arm: LoopArm, clock: Clock, num_warmup: int, **rest: Any) -> LearnerLoop:
+        """From a clock's nanoseconds at the end of every step; ``rest`` is what it does not tell."""
+        return cls(
+            arm=arm,
+            num_steps=len(clock["end_ns"]) - num_warmup,
+            seconds=since(clock, "end_ns", num_warmup),
+            on_core=since(clock, "main_ns", num_warmup),
+            queued=since(clock, "queued_ns", num_warmup),
+            **rest,
+        )
 
     @property
     def idle_share(self) -> float:
@@ -78,16 +94,6 @@ class LearnerLoop:
     def idle_share_less_queued(self) -> float:
         """The same of the time in which nobody else had its core: on a shared machine it says more."""
         return 1 - self.on_core / (self.seconds - self.queued)
-
-    @property
-    def steps_per_s(self) -> float:
-        """As the clock on the wall says."""
-        return self.num_steps / self.seconds
-
-    @property
-    def completions_per_s(self) -> float:
-        """Trained."""
-        return self.num_completions / self.seconds
 
     @property
     def step_s_without_rollouts(self) -> float:
@@ -105,30 +111,6 @@ def share_of_bound(loop: LearnerLoop, inline: LearnerLoop, *, less_queued: bool 
     return bound_s / step_s
 
 
-def loop_of(
-    arm: LoopArm,
-    clock: Clock,
-    num_warmup: int,
-    *,
-    in_rollout: float,
-    in_push: float,
-    num_rollout_steps: int,
-    num_completions: int,
-) -> LearnerLoop:
-    """From a clock's nanoseconds at the end of every step; ``num_warmup`` is at least 1."""
-    return LearnerLoop(
-        arm=arm,
-        num_steps=len(clock["end_ns"]) - num_warmup,
-        seconds=since(clock, "end_ns", num_warmup),
-        on_core=since(clock, "main_ns", num_warmup),
-        queued=since(clock, "queued_ns", num_warmup),
-        in_rollout=in_rollout,
-        in_push=in_push,
-        num_rollout_steps=num_rollout_steps,
-        num_completions=num_completions,
-    )
-
-
 Repetition = dict[LoopArm, LearnerLoop]
 
 
@@ -139,28 +121,25 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
-    rows = write_scenes(directory, SceneKind.SHAPES, num_train=NUM_ROWS, num_held_out=1, seed=0).train
-    repetitions: list[Repetition] = []
+    rows = write_rows(directory)
+    runs: dict[int, Repetition] = defaultdict(dict)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
         ports = {
             stock: start_stand_in(servers, rows, options.latency_s, stock=stock) for stock in (False, True)
         }
-        for number in range(options.repeats):
-            loops: Repetition = {}
-            for loop in list(LoopArm)[:: 1 if number % 2 == 0 else -1]:
-                say(f"repetition {number + 1} of {options.repeats}: {loop}")
-                is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
-                arm = Arm(
-                    name=loop.name.lower(),
-                    directory=directory / f"{number}-{loop.name.lower()}",
-                    rows=rows,
-                    num_steps=options.steps,
-                    ports=ports[is_peer],
-                    b_ratio=0.0 if is_peer else B_RATIO,
-                    pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
-                )
-                loops[loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
-            repetitions.append(loops)
+        for number, loop in in_turns(LoopArm, options.repeats):
+            is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
+            arm = Arm(
+                name=loop.name.lower(),
+                directory=directory / f"{number}-{loop.name.lower()}",
+                rows=rows,
+                num_steps=options.steps,
+                ports=ports[is_peer],
+                b_ratio=0.0 if is_peer else B_RATIO,
+                pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
+            )
+            runs[number][loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
+    repetitions = list(runs.values())
     facts = {
         "latency_s": options.latency_s,
         "steps": options.steps - NUM_WARMUP,
@@ -183,13 +162,18 @@ def _facts(loop: LearnerLoop) -> dict[str, Any]:
     return asdict(loop) | shares
 
 
+def _by_arm(repetitions: Sequence[Repetition]) -> dict[str, list[LearnerLoop]]:
+    return {str(arm): [each[arm] for each in repetitions] for arm in LoopArm}
+
+
 def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Idle shares, and what the main threads waited in."""
     num_steps = repetitions[0][LoopArm.OURS].num_steps
-    return _table(
+    return spread_table(
         f"Learners beside the same stand-in, {num_steps} steps after the warm-up, repetitions: {len(repetitions)}; "
         "median (quartiles)",
-        repetitions,
+        "learner",
+        _by_arm(repetitions),
         {
             "idle, % of wall time": (1, lambda loop: 100 * loop.idle_share),
             "less waits for a core, %": (1, lambda loop: 100 * loop.idle_share_less_queued),
@@ -203,54 +187,31 @@ def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """How much was trained, and on what."""
-    return _table(
+    return spread_table(
         "What they trained: median (quartiles)",
-        repetitions,
+        "learner",
+        _by_arm(repetitions),
         {
-            "steps/s": (3, lambda loop: loop.steps_per_s),
+            "steps/s": (3, lambda loop: loop.num_steps / loop.seconds),
             "steps on rollouts, %": (1, lambda loop: 100 * loop.num_rollout_steps / loop.num_steps),
-            "completions in such a step": (
-                1,
-                lambda loop: loop.num_completions / max(1, loop.num_rollout_steps),
-            ),
-            "completions trained, 1/s": (2, lambda loop: loop.completions_per_s),
+            "completions in such a step": (1, lambda it: it.num_completions / max(1, it.num_rollout_steps)),
+            "completions trained, 1/s": (2, lambda loop: loop.num_completions / loop.seconds),
         },
     )
 
 
-def _table(
-    title: str,
-    repetitions: Sequence[Repetition],
-    columns: dict[str, tuple[int, Callable[[LearnerLoop], float]]],
-) -> ResultTable:
-    """One row per learner; a column says its digits and its value."""
-    rows = [
-        (
-            str(arm),
-            *(
-                Spread.of([value(each[arm]) for each in repetitions]).words(digits)
-                for digits, value in columns.values()
-            ),
-        )
-        for arm in LoopArm
-    ]
-    return ResultTable(title, ("learner", *columns), rows)
-
-
 def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
     """Each asynchronous loop against its own learner without waits for rollouts."""
-    rows = []
-    for arm in ASYNCHRONOUS:
-        bound = Spread.of([1 / each[INLINE_OF[arm]].step_s_without_rollouts for each in repetitions])
-        reached = Spread.of([each[arm].steps_per_s for each in repetitions])
-        shares = zip(*(shares_of_bound(each, arm) for each in repetitions), strict=True)
-        rows.append(
-            (str(arm), bound.words(3), reached.words(3), *(Spread.of(each).words(3) for each in shares))
-        )
-    return ResultTable(
+    return spread_table(
         "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
-        ("learner", "bound, steps/s", "reached, steps/s", "of the bound", "less waits for a core"),
-        rows,
+        "learner",
+        {str(arm): [(each, arm) for each in repetitions] for arm in ASYNCHRONOUS},
+        {
+            "bound, steps/s": (3, lambda it: 1 / it[0][INLINE_OF[it[1]]].step_s_without_rollouts),
+            "reached, steps/s": (3, lambda it: it[0][it[1]].num_steps / it[0][it[1]].seconds),
+            "of the bound": (3, lambda it: shares_of_bound(*it)[0]),
+            "less waits for a core": (3, lambda it: shares_of_bound(*it)[1]),
+        },
     )
 
 
@@ -283,7 +244,7 @@ def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
     records = run_arm(children, arm)
     run = run_of(Mode.INLINE if arm.pipeline else Mode.ASYNC, records, NUM_WARMUP)
     steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
-    return loop_of(
+    return LearnerLoop.of(
         loop,
         records.clock,
         NUM_WARMUP,
@@ -296,7 +257,7 @@ def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
 
 def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
     clock = run_grpo(children, arm, asynchronous=loop is LoopArm.PEER)
-    return loop_of(
+    return LearnerLoop.of(
         loop,
         clock,
         NUM_WARMUP,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimates import Spread
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.faults.accounting import of_kind
+from benchmarks.results import ResultTable, in_turns, publish
 from swift_stage2.config import OnPending, ServerEngine
 from swift_stage2.demo.child_runs import ChildRuns, train
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
@@ -48,22 +49,17 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a job did not end well."""
     arms: list[PendingArm] = []
     with ChildRuns() as children:
-        for repetition in range(options.repeats):
-            for on_pending in list(OnPending)[:: 1 if repetition % 2 == 0 else -1]:
-                say(f"repetition {repetition + 1}: on_pending {on_pending}")
-                place = directory / f"{repetition}-{on_pending}"
-                arms.append(_run(children, place, options.steps, ServerEngine(options.engine), on_pending))
+        for repetition, on_pending in in_turns(OnPending, options.repeats):
+            place = directory / f"{repetition}-{on_pending}"
+            arms.append(_run(children, place, options.steps, ServerEngine(options.engine), on_pending))
     publish(directory, "pending", [asdict(arm) for arm in arms], pending_table(arms))
     return 0
 
 
 def arm_of(on_pending: str, records: Iterable[dict[str, Any]]) -> PendingArm:
     """Reads one rank's audit records. The first round is left out: nothing can be in flight before it."""
-    rounds: list[dict[str, Any]] = []
-    batches: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
-    for record in records:
-        {"round": rounds, "batch": batches, "step": steps}.get(record["kind"], []).append(record)
+    every = list(records)
+    rounds, batches, steps = (of_kind(every, kind) for kind in ("round", "batch", "step"))
     pending_steps = [step["step"] for step in steps if step["round_pending"]]
     later = rounds[1:]
     previous = [each["step"] for each in rounds[:-1]]

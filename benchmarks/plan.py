@@ -59,7 +59,6 @@ class PlanCell:
 
     @property
     def ratios(self) -> list[float]:
-        """Plan over bare all-reduce, pair by pair."""
         return pair_ratios(self.plan, self.bare)
 
 
@@ -138,35 +137,36 @@ def plan_table(cells: Sequence[PlanCell]) -> ResultTable:
 
 def own_table(cells: Sequence[PlanCell]) -> ResultTable:
     """How the time outside the all-reduce grows with the queue."""
-    rows = []
-    for num_ranks in dict.fromkeys(cell.num_ranks for cell in cells):
-        mine = [cell for cell in cells if cell.num_ranks == num_ranks]
-        limits = [cell.queue_limit for cell in mine]
-        exponent = exponent_words(limits, [float(np.median(cell.own)) for cell in mine], "one limit only")
-        rows.append((str(num_ranks), ", ".join(map(str, limits)), exponent))
-    return ResultTable(
-        "Exponent of own code over the queue limit (log-log least squares of the medians)",
-        ("ranks", "queue limits", "exponent"),
-        rows,
-    )
+    title = "Exponent of own code over the queue limit (log-log least squares of the medians)"
+    columns = ("ranks", "queue limits", "exponent")
+    return _exponent_table(title, columns, cells, "num_ranks", "queue_limit", ("own",), "one limit only")
 
 
 def rank_table(cells: Sequence[PlanCell]) -> ResultTable:
     """How plan, bare all-reduce and own code grow with the number of ranks."""
+    title = "Exponents over the number of ranks (log-log least squares of the medians)"
+    columns = ("queue limit", "ranks", "plan", "bare all-reduce", "own code")
+    kinds = ("plan", "bare", "own")
+    return _exponent_table(title, columns, cells, "queue_limit", "num_ranks", kinds, "one number only")
+
+
+def _exponent_table(
+    title: str,
+    columns: tuple[str, ...],
+    cells: Sequence[PlanCell],
+    key: str,
+    size: str,
+    kinds: Sequence[str],
+    otherwise: str,
+) -> ResultTable:
     rows = []
-    for limit in dict.fromkeys(cell.queue_limit for cell in cells):
-        mine = [cell for cell in cells if cell.queue_limit == limit]
-        ranks = [cell.num_ranks for cell in mine]
-        exponents = (
-            exponent_words(ranks, [float(np.median(getattr(cell, kind))) for cell in mine], "one number only")
-            for kind in ("plan", "bare", "own")
-        )
-        rows.append((str(limit), ", ".join(map(str, ranks)), *exponents))
-    return ResultTable(
-        "Exponents over the number of ranks (log-log least squares of the medians)",
-        ("queue limit", "ranks", "plan", "bare all-reduce", "own code"),
-        rows,
-    )
+    for value in dict.fromkeys(getattr(cell, key) for cell in cells):
+        mine = [cell for cell in cells if getattr(cell, key) == value]
+        sizes = [getattr(cell, size) for cell in mine]
+        medians = ([float(np.median(getattr(cell, kind))) for cell in mine] for kind in kinds)
+        exponents = (exponent_words(sizes, each, otherwise) for each in medians)
+        rows.append((str(value), ", ".join(map(str, sizes)), *exponents))
+    return ResultTable(title, columns, rows)
 
 
 # --- one rank ---------------------------------------------------------------------------------------
@@ -249,7 +249,6 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes; all ranks alike."""
     directory, repeats, *limits = argv
     join_job(TIMEOUT_S)
     control = GlooControlGroup(TIMEOUT_S)

@@ -79,7 +79,7 @@ class Subject:
         self.bare_row: dict[str, Any] = {"messages": conversation, "images": row["images"]}
 
 
-class Bench:
+class StageBench:
     """Real template, tokenizer and task, and the clock that reads each stage."""
 
     def __init__(self, directory: Path) -> None:
@@ -89,11 +89,12 @@ class Bench:
             template.max_length = _PACKING_LENGTH  # the tiny model's own is too short for a crowd
         self._directory = directory
         self._encoder = Encoder(ours, packing_length=_PACKING_LENGTH)
-        self._bare = _as_channel_b_has_it(bare)
+        # One row without padding, as channel B has it.
+        bare.padding_free, bare.packing, bare.sequence_parallel_size = True, False, 1
+        self._bare = bare
         self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
 
     def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
-        """Samples of one size."""
         return [
             Subject(
                 make_crowd(num_objects, AnswerKind.JITTERED, number),
@@ -106,7 +107,6 @@ class Bench:
         ]
 
     def stage_seconds(self, subjects: Sequence[Subject]) -> dict[str, float]:
-        """Seconds per sample and stage."""
         spent = dict.fromkeys(STAGES, 0.0)
         segments = []
         for subject in subjects:
@@ -152,12 +152,6 @@ class Bench:
         batch = self._bare.data_collator([self._bare.encode(row, return_length=True) for row in rows])
         return time.thread_time() - began, batch["input_ids"].flatten().tolist()
 
-    def ours_seconds(self, subjects: Sequence[Subject]) -> float:
-        return self.ours(subjects)[0]
-
-    def bare_seconds(self, subjects: Sequence[Subject]) -> float:
-        return self.bare(subjects)[0]
-
     def _segment(self, subject: Subject, target: Target) -> Segment:
         prompt = self._encoder.encode_prompt(subject.sample)
         return self._encoder.encode_segment(
@@ -202,13 +196,12 @@ def in_turns(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures what the settings ask for."""
     settings = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     out = Path(argv[1])
     repeats = int(settings["repeats"])
-    bench = Bench(out.parent)
+    bench = StageBench(out.parent)
     found = {
         **_measure_template(bench, settings["objects"], repeats),
         "packs": _measure_packs(bench, settings["samples"], settings["sample_objects"], repeats),
@@ -218,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict[str, Any]:
+def _measure_template(bench: StageBench, counts: Sequence[int], repeats: int) -> dict[str, Any]:
     subjects = {count: bench.subjects(count) for count in counts}
     for each in subjects.values():
         bench.stage_seconds(each)
@@ -232,13 +225,20 @@ def _measure_template(bench: Bench, counts: Sequence[int], repeats: int) -> dict
                 stages[str(count)][stage].append(seconds)
     pairs = {}
     for count, each in subjects.items():
-        ours, bare = in_turns(repeats, partial(bench.ours_seconds, each), partial(bench.bare_seconds, each))
+        ours, bare = in_turns(
+            repeats, partial(_seconds, bench.ours, each), partial(_seconds, bench.bare, each)
+        )
         pairs[str(count)] = {"ours": ours, "bare": bare}
     return {"stages": stages, "pairs": pairs}
 
 
-def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
-    """Seconds of whole packs, by their samples and stage."""
+def _seconds(
+    way: Callable[[Sequence[Subject]], tuple[float, list[int]]], subjects: Sequence[Subject]
+) -> float:
+    return way(subjects)[0]
+
+
+def _measure_packs(bench: StageBench, sizes: Sequence[int], num_objects: int, repeats: int) -> dict[str, Any]:
     subjects = bench.subjects(num_objects, max(sizes))
     bench.stage_seconds(subjects)
     found: dict[str, dict[str, list[float]]] = {str(size): {stage: [] for stage in STAGES} for size in sizes}
@@ -249,7 +249,7 @@ def _measure_packs(bench: Bench, sizes: Sequence[int], num_objects: int, repeats
     return found
 
 
-def _refuse_other_work(bench: Bench, subjects: Sequence[Subject]) -> None:
+def _refuse_other_work(bench: StageBench, subjects: Sequence[Subject]) -> None:
     if bench.ours(subjects)[1] != bench.bare(subjects)[1]:
         raise RuntimeError("both ways must give the same tokens, else they are no pair; they do not")
 
@@ -279,14 +279,6 @@ def _match(predicted: Boxes, true: Boxes) -> object:
 
 def _matching_options() -> dict[str, Any]:
     return {name: value for name, value in asdict(_SETTINGS).items() if name != "same_label"}
-
-
-def _as_channel_b_has_it(template: Any) -> Any:
-    """One row without padding."""
-    template.padding_free = True
-    template.packing = False
-    template.sequence_parallel_size = 1
-    return template
 
 
 @contextmanager

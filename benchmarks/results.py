@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.estimates import Spread
 
 _WIDTH_OF_A_LOG = 180
 
@@ -27,7 +29,6 @@ class ResultTable:
     rows: Sequence[tuple[str, ...]]
 
     def rich(self) -> Table:
-        """For a terminal."""
         table = Table(title=self.title or None, title_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
@@ -40,6 +41,29 @@ class ResultTable:
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         body = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
         return f"{self.title}\n\n{body}" if self.title else body
+
+
+Item = TypeVar("Item")
+
+
+def spread_table(
+    title: str,
+    first: str,
+    rows: Mapping[str, Sequence[Item]],
+    columns: Mapping[str, tuple[int, Callable[[Item], float]]],
+) -> ResultTable:
+    """One row per name: the median (quartiles) of every column over the row's items.
+
+    A column is a number of digits and what it takes of an item.
+    """
+    cells = [
+        (
+            name,
+            *(Spread.of([value(item) for item in items]).words(digits) for digits, value in columns.values()),
+        )
+        for name, items in rows.items()
+    ]
+    return ResultTable(title, (first, *columns), cells)
 
 
 def publish(
@@ -57,6 +81,15 @@ def publish(
         else:
             print(part)
     say(f"{directory / name}.json")
+
+
+def in_turns(arms: Iterable[Item], repeats: int) -> Iterator[tuple[int, Item]]:
+    """Every arm once per repetition, with its number; who goes first alternates, so that no drift favours an arm."""
+    order = list(arms)
+    for number in range(repeats):
+        for arm in order if number % 2 == 0 else order[::-1]:
+            say(f"repetition {number + 1} of {repeats}: {arm}")
+            yield number, arm
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
 from benchmarks.estimates import mean_and_range
+from benchmarks.faults.accounting import of_kind
 from benchmarks.learning import SCORES, first_job, gains, score_all, score_cells, train_arm
 from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, LAGGING, PIPELINE_VARIABLE
 from benchmarks.results import ResultTable, publish
@@ -79,7 +80,6 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def plan_arms(
     directory: Path, num_steps: int, num_seeds: int, lags: Sequence[int]
 ) -> Iterator[tuple[int | None, DemoJob]]:
-    """Channel A alone and every lag, for each seed."""
     for seed in range(num_seeds):
         base = first_job(directory, num_steps, seed, _B_RATIO, SceneKind.SHAPES)
         yield None, replace(base, directory=base.directory / "a", b_ratio=0.0)
@@ -132,7 +132,7 @@ def _environment(job: DemoJob, lag: int | None, longest_lag: int) -> dict[str, s
 
 
 def _arm(lag: int | None, job: DemoJob, result: DetectionScore) -> StaleArm:
-    steps = [r for r in read_audit(audit_path(job.run_dir, 0)) if r["kind"] == "step"]
+    steps = of_kind(read_audit(audit_path(job.run_dir, 0)), "step")
     trained = [step["version"] - pack["version"] for step in steps for pack in step["packs"]]
     return StaleArm(
         lag=lag,

@@ -97,7 +97,6 @@ class StandInGenerator(SwiftGenerator):
         with_log_probs: bool,
         aborted: Callable[[], Sequence[bool]],
     ) -> list[GeneratedRow]:
-        """Waits, and answers."""
         nothing = GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)
         if any(row.template_inputs is not None for row in rows):
             left_s = drawn_latency(self._latency_s, rows[0].seed)
@@ -138,7 +137,6 @@ class StockWeights:
         return ""
 
     def expect(self, bucket: Bucket) -> None:
-        """Announces the next broadcast."""
         self._under_way.append(self._thread.submit(self._receive, bucket.num_bytes))
 
     def load(self, given_up: threading.Event) -> tuple[str, ...]:

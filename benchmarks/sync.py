@@ -11,8 +11,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import count
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ import numpy as np
 import torch
 
 from benchmarks.estimates import Spread, pair_ratios
-from benchmarks.raw_peer import KEPT, NEW, OURS, STOCK, RawSender
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
-from swift_stage2.collectives import SingleRank
+from swift_stage2.collectives import GlooCommunicator, SingleRank
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.tensors import flatten
 from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
@@ -50,28 +50,6 @@ _SMALL = ({"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1
           {"hidden_size": 32, "num_heads": 1, "depth": 1, "intermediate_size": 64, "out_hidden_size": 32})  # fmt: skip
 _USUAL: tuple[dict[str, int], dict[str, int]] = ({}, {})
 _USUAL_FROM_MIB = 16
-
-
-class TimedTransport:
-    """A transport that adds up the seconds inside ``send``."""
-
-    def __init__(self, inner: WeightTransport, add: Callable[[float], None]) -> None:
-        self._inner = inner
-        self._add = add
-
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
-        self._inner.open(session, endpoint, deadline)
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        started = time.perf_counter()
-        self._inner.send(flat, deadline)
-        self._add(time.perf_counter() - started)
-
-    def is_lost(self) -> bool:
-        return self._inner.is_lost()
-
-    def close(self, deadline: Deadline) -> None:
-        self._inner.close(deadline)
 
 
 class TextCanary:
@@ -114,24 +92,14 @@ class SyncMeasurement:
 
     server: str
     num_bytes: int
-    raw: list[float]
+    raw: list[float] = field(default_factory=list)
     """Raw broadcasts of the same buckets, into memory that the receiver keeps."""
-    raw_into_new: list[float]
+    raw_into_new: list[float] = field(default_factory=list)
     """The same, into memory that the receiver allocates each time."""
-    broadcast: list[float]
+    broadcast: list[float] = field(default_factory=list)
     """Inside the round's transport."""
-    rounds: list[dict[str, float]]
+    rounds: list[dict[str, float]] = field(default_factory=list)
     """Phases of each round, ``total`` and ``canary`` (the learner's own answer) among them."""
-
-    @property
-    def ratios(self) -> list[float]:
-        """Broadcast phase over the raw broadcast before it."""
-        return pair_ratios(self.broadcast, self.raw)
-
-    @property
-    def ratios_to_new(self) -> list[float]:
-        """Broadcast phase over the raw broadcast into new memory before it."""
-        return pair_ratios(self.broadcast, self.raw_into_new)
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:
@@ -145,9 +113,17 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             with BenchServers(directory / "logs" / f"{kind}-{mib}") as servers:
                 measured.append(measure(servers, servers.start(kind, model=model), model, options.repeats))
         shutil.rmtree(model)
-    facts = [asdict(each) | {"ratios": each.ratios, "ratios_to_new": each.ratios_to_new} for each in measured]
+    facts = [
+        asdict(each) | {"ratios": ratios(each, each.raw), "ratios_to_new": ratios(each, each.raw_into_new)}
+        for each in measured
+    ]
     publish(directory, "sync", facts, sync_table(measured))
     return 0
+
+
+def ratios(each: SyncMeasurement, raw: Sequence[float]) -> list[float]:
+    """Broadcast phase over the raw broadcast before it."""
+    return pair_ratios(each.broadcast, raw)
 
 
 def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: int) -> SyncMeasurement:
@@ -160,8 +136,17 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
     stock = server.kind is ServerKind.STOCK
 
     def make_transport(_: protocol.ServerInfo) -> WeightTransport:
-        inner: WeightTransport = StockTransport(torch.device("cpu")) if stock else StreamTransport()
-        return TimedTransport(inner, in_transport.append)
+        transport: Any = StockTransport(torch.device("cpu")) if stock else StreamTransport()
+        send = transport.send
+
+        def timed(flat: torch.Tensor, deadline: Deadline) -> None:
+            started = time.perf_counter()
+            send(flat, deadline)
+            in_transport.append(time.perf_counter() - started)
+
+        transport.send = timed
+        made: WeightTransport = transport
+        return made
 
     export = WeightExport(module)
     sync = WeightSync(
@@ -178,28 +163,20 @@ def measure(servers: BenchServers, server: BenchServer, model: Path, repeats: in
     to_kept, to_new = (
         _start_peer(servers, STOCK if stock else OURS, memory, flats) for memory in (KEPT, NEW)
     )
-    versions = count(1)
-    raw, raw_into_new, broadcast, rounds = [], [], [], []
+    found = SyncMeasurement(server=server.kind.value, num_bytes=sum(flat.numel() for flat in flats))
     for repetition in range(repeats + 1):
-        raw_seconds, new_seconds = _seconds_to_send(to_kept, flats), _seconds_to_send(to_new, flats)
+        raw, raw_into_new = _seconds_to_send(to_kept, flats), _seconds_to_send(to_new, flats)
         in_transport.clear()
-        phases = _phases(sync.run(next(versions), [0]))
+        phases = _phases(sync.run(repetition + 1, [0]))
         if repetition:
-            raw.append(raw_seconds)
-            raw_into_new.append(new_seconds)
-            broadcast.append(sum(in_transport))
-            rounds.append(phases)
+            found.raw.append(raw)
+            found.raw_into_new.append(raw_into_new)
+            found.broadcast.append(sum(in_transport))
+            found.rounds.append(phases)
     for sender in (to_kept, to_new):
         sender.close()
     sync.close()
-    return SyncMeasurement(
-        server=server.kind.value,
-        num_bytes=sum(flat.numel() for flat in flats),
-        raw=raw,
-        raw_into_new=raw_into_new,
-        broadcast=broadcast,
-        rounds=rounds,
-    )
+    return found
 
 
 def _start_peer(
@@ -207,7 +184,7 @@ def _start_peer(
 ) -> RawSender:
     (port,) = free_ports(1)
     sizes = [str(flat.numel()) for flat in flats]
-    peer = ("-m", "benchmarks.raw_peer", transport, memory, str(port), *sizes)
+    peer = ("-m", "benchmarks.sync", transport, memory, str(port), *sizes)
     servers.start_process(f"raw-peer-{memory}", (sys.executable, "-u", *peer))
     return RawSender(transport, port)
 
@@ -225,8 +202,10 @@ def sync_table(measured: Sequence[SyncMeasurement]) -> ResultTable:
         "raw broadcast": [f"{np.median(each.raw):.4f}" for each in measured],
         "raw broadcast into new memory": [f"{np.median(each.raw_into_new):.4f}" for each in measured],
         "broadcast phase": [f"{np.median(each.broadcast):.4f}" for each in measured],
-        "ratio to raw": [Spread.of(each.ratios).words(2) for each in measured],
-        "ratio to raw into new memory": [Spread.of(each.ratios_to_new).words(2) for each in measured],
+        "ratio to raw": [Spread.of(ratios(each, each.raw)).words(2) for each in measured],
+        "ratio to raw into new memory": [
+            Spread.of(ratios(each, each.raw_into_new)).words(2) for each in measured
+        ],
         "budget": [
             f"{BUDGET}" if each.num_bytes > 0.99 * BUDGET_FROM_MIB * _MIB else "" for each in measured
         ],
@@ -254,21 +233,93 @@ def _phases(outcome: RoundOutcome) -> dict[str, float]:
     return {**report.seconds, **apart}
 
 
-def write_model(directory: Path, mib: int) -> int:
-    """Writes a model directory of about ``mib`` MiB of float32 weights, at least 1, and returns their bytes."""
+def write_model(directory: Path, mib: int) -> None:
+    """Writes a model directory of about ``mib`` MiB of float32 weights, at least 1."""
     text, vision = _USUAL if mib >= _USUAL_FROM_MIB else _SMALL
     tokenizer = build_tokenizer()
-    vocab_size = len(tokenizer)
+
+    def build(width: int) -> Any:
+        text_of = {**text, "intermediate_size": width}
+        return build_model(0, vocab_size=len(tokenizer), text=text_of, vision=vision)
+
     narrow, wide = (
-        _num_bytes(vocab_size, {**text, "intermediate_size": width}, vision) for width in (64, 128)
+        sum(parameter.numel() * _FLOAT32 for parameter in build(width).parameters()) for width in (64, 128)
     )
-    per_column = (wide - narrow) / 64
-    width = max(16, round((mib * _MIB - narrow) / per_column) + 64)
-    model = build_model(0, vocab_size=vocab_size, text={**text, "intermediate_size": width}, vision=vision)
-    save_model(model, build_processor(tokenizer), directory)
-    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+    width = max(16, round((mib * _MIB - narrow) / ((wide - narrow) / 64)) + 64)
+    save_model(build(width), build_processor(tokenizer), directory)
 
 
-def _num_bytes(vocab_size: int, text: dict[str, int], vision: dict[str, int]) -> int:
-    model = build_model(0, vocab_size=vocab_size, text=text, vision=vision)
-    return sum(parameter.numel() * _FLOAT32 for parameter in model.parameters())
+# --- the receiving end of a raw broadcast: python -m benchmarks.sync TRANSPORT MEMORY PORT NUM_BYTES… ------
+
+_HOST = "127.0.0.1"
+_PEER_S = 300.0
+OURS = "ours"
+STOCK = "stock"
+KEPT = "kept"
+NEW = "new"
+_SECRET = "0" * 64
+_POLL_S = 0.1
+_RECEIVER_RANK, _SENDER_RANK = 0, 1
+
+
+class RawSender:
+    """The sending end: the transport's own connection, and nothing around it."""
+
+    def __init__(self, transport: str, port: int) -> None:
+        self._stream = _connect(port) if transport == OURS else None
+        self._group = _join(port, _SENDER_RANK) if transport == STOCK else None
+
+    def send(self, flat: torch.Tensor) -> None:
+        if self._stream is not None:
+            self._stream.send(flat, _PEER_S)
+        elif self._group is not None:
+            self._group.broadcast(flat, _SENDER_RANK)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._group = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Receives these buckets again and again until the sender has gone.
+
+    MEMORY is ``kept``: buffers are allocated and touched before the first broadcast; or ``new``: one is allocated for
+    every broadcast, as stock ``swift rollout`` does, and its pages come while it is filled.
+    """
+    transport, memory, port, *sizes = argv
+    kept = [torch.ones(int(size), dtype=torch.uint8) for size in sizes] if memory == KEPT else []
+    receive: Callable[[torch.Tensor], None]
+    if transport == OURS:
+        stream = WeightListener(_HOST, int(port), _SECRET).accept(_PEER_S)
+        receive = partial(stream.receive, timeout_s=_PEER_S)
+    else:
+        receive = partial(_join(int(port), _RECEIVER_RANK).broadcast, src=_SENDER_RANK)
+    while True:
+        for buffer in kept or (torch.empty(int(size), dtype=torch.uint8) for size in sizes):
+            try:
+                receive(buffer)
+            except (RuntimeError, OSError):
+                return 0  # the sender has gone
+
+
+def _connect(port: int) -> WeightStream:
+    end = time.monotonic() + _PEER_S
+    while True:
+        try:
+            return connect_stream(_HOST, port, _SECRET, _PEER_S)
+        except ConnectionRefusedError:  # the peer is being started
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _join(port: int, rank: int) -> GlooCommunicator:
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(_HOST, port, rank=rank, world_size=2, store_timeout=int(_PEER_S))
+    return GlooCommunicator(group, timeout_s=_PEER_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,24 +6,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
 from random import Random
 
-from benchmarks.attacks.answer_targets import serving
-from benchmarks.attacks.hostile_server import HostileServer, odd_answer
-from benchmarks.attacks.result import AttackResult
+import httpx
+
+from benchmarks.attacks.hostile_server import Answer, HostileServer, odd_answer
+from benchmarks.attacks.run import AttackResult
 from benchmarks.results import say
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.errors import ServerFault
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.config import DecodingConfig
+from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.fence import InferFence
 from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.records import Sample, SampleKey
+from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
+from swift_stage2.rollout_merger.merged_post import SeedLayout
+from swift_stage2.rollout_merger.routes import create_app
 from swift_stage2.servers import protocol
+from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.servers.session import Deadline, ServerSession
 
 NUM_ODD_ANSWERS = 20_000
@@ -35,11 +50,12 @@ _CALL_S = 20.0
 _LEEWAY_S = 5.0  # over the deadline, on a busy machine
 _CHILD_S = 300.0
 _NUM_REQUESTS = 8
+_CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+_CHUNK = b"%x\r\n%b\r\n" % (_MIB, b" " * _MIB)
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 def attacks() -> list[AttackResult]:
-    """Every attack of this group, one after the other."""
     return [*odd_answers(NUM_ODD_ANSWERS), *endless_answers()]
 
 
@@ -67,12 +83,12 @@ def odd_answers(num_answers: int) -> list[AttackResult]:
 def endless_answers() -> list[AttackResult]:
     """A bomb, a gigabyte, and trickles, against a deadline of 20 s."""
     bomb = _gzip_bomb(_BOMB_MIB)
-    kinds: dict[str, Callable[[str], Iterable[bytes]]] = {
+    kinds: dict[str, Answer] = {
         f"gzip bomb of {len(bomb) / 1e6:.1f} MB": lambda path: (_head(len(bomb), b"gzip"), bomb),
         "1 GB of spaces": lambda path: chain([_head(_LONG_MIB * _MIB)], repeat(b" " * _MIB, _LONG_MIB)),
-        "1 GB of chunks, no length": lambda path: _chunks(),
+        "1 GB of chunks, no length": lambda path: chain([_CHUNKED], repeat(_CHUNK, _LONG_MIB)),
         "a byte every 0.2 s": lambda path: _trickle(),
-        "100 Continue without end": lambda path: _interim(),
+        "100 Continue without end": lambda path: repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
     }
     return [
         _cost(f"{name} to the {who}", answer, who)
@@ -99,7 +115,7 @@ def ask(url: str, who: str) -> dict[str, object]:
     return {"said": said, "seconds": time.monotonic() - started, "peak_mib": peak_kib / 1024}
 
 
-def _cost(name: str, answer: Callable[[str], Iterable[bytes]], who: str) -> AttackResult:
+def _cost(name: str, answer: Answer, who: str) -> AttackResult:
     with HostileServer(answer) as server:
         child = subprocess.run(
             (sys.executable, "-m", __name__, server.url, who),
@@ -117,7 +133,7 @@ def _cost(name: str, answer: Callable[[str], Iterable[bytes]], who: str) -> Atta
     return AttackResult(name, 1, {end: 1}, found["peak_mib"], found["seconds"])
 
 
-def _drawn(number: int) -> Callable[[str], Iterable[bytes]]:
+def _drawn(number: int) -> Answer:
     return lambda path: [odd_answer(Random(f"{_SEED} {number} {path}"), path)]
 
 
@@ -130,12 +146,6 @@ def _head(length: int, encoding: bytes = b"identity") -> bytes:
     return _HEAD + b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n" % (encoding, length)
 
 
-def _chunks() -> Iterable[bytes]:
-    yield _HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-    for _ in range(_LONG_MIB):
-        yield b"%x\r\n%b\r\n" % (_MIB, b" " * _MIB)
-
-
 def _trickle() -> Iterable[bytes]:
     yield _head(_MIB)
     while True:
@@ -143,9 +153,165 @@ def _trickle() -> Iterable[bytes]:
         yield b" "
 
 
-def _interim() -> Iterable[bytes]:
-    while True:
-        yield b"HTTP/1.1 100 Continue\r\n\r\n"
+_TARGET_CALL_S = 10.0
+_LONGEST_S = 3 * _TARGET_CALL_S
+_PROBE_INTERVAL_S = 0.02
+_TARGET_REQUEST = {"messages": [{"role": "user", "content": "x"}]}
+_DECODING = DecodingConfig(max_new_tokens=64)
+
+
+class AnswerTargets:
+    """Real parts in front of one server, for as long as ``serving`` lasts."""
+
+    def __init__(self, url: str, merger_url: str, client: RolloutClient, probe: SuspectProbe) -> None:
+        self._url = url
+        self._merger_url = merger_url
+        self._client = client
+        self._connection = ServerConnection(url, api_key=None, connect_timeout_s=_TARGET_CALL_S)
+        self._probe = probe
+        self._config = protocol.request_config(
+            max_new_tokens=64, temperature=0.5, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=7
+        )
+        # One for all calls: it loads certificates, which takes longer than a call.
+        self._http = httpx.Client(timeout=_LONGEST_S, trust_env=False)
+        self._merger_log = _Log()
+        self.failures: list[str] = []
+        """The rules that the command broke, in words."""
+
+    def ask_all(self) -> Mapping[str, str]:
+        """The end per target: ``record``, ``fault``, ``traceback`` or ``hang``."""
+        targets: dict[str, Callable[[], str]] = {
+            "client": self._generate,
+            "connection": self._infer,
+            "session": self._session,
+            "round proof": self._proof,
+            "merger /infer/": partial(self._merged, "POST", protocol.INFER),
+            "merger control": partial(self._merged, "GET", protocol.WORLD_SIZE),
+        }
+        return {name: self._watched(name, target) for name, target in targets.items()}
+
+    def what_the_threads_did(self, failures: BackgroundFailures) -> str:
+        """``traceback`` if a background thread failed, else ``fault``."""
+        self.failures += failures.take()
+        self.failures += self._merger_log.lines
+        if not self._probe.is_alive:
+            self.failures.append("the suspect probe's thread has ended")
+        return "traceback" if self.failures else "fault"
+
+    def _watched(self, name: str, target: Callable[[], str]) -> str:
+        started = time.monotonic()
+        try:
+            end = target()
+        except Exception as error:  # counted: this is what the attack is for
+            self.failures.append(f"{name}: {type(error).__name__}: {error}"[:300])
+            return "traceback"
+        return "hang" if time.monotonic() - started > _LONGEST_S else end
+
+    def _generate(self) -> str:
+        self._client.set_proven([self._url], {self._url: "one"})
+        sample = Sample(SampleKey(epoch=0, position=0, index=0), row={})
+        outcome = self._client.generate([sample], [_TARGET_REQUEST])
+        assert len(outcome.rollouts) + len(outcome.returned) + len(outcome.quarantined) == 1
+        return "record" if outcome.rollouts else "fault"
+
+    def _infer(self) -> str:
+        result = self._connection.infer([_TARGET_REQUEST], self._config, timeout_s=_TARGET_CALL_S)
+        return "record" if result.end is PostEnd.ANSWERED else "fault"
+
+    def _session(self) -> str:
+        with ServerSession(self._url) as session:
+            try:
+                session.info(Deadline(_TARGET_CALL_S))
+                return "record"
+            except ServerFault:
+                return "fault"
+
+    def _proof(self) -> str:
+        with ServerSession(self._url) as session:
+            try:
+                protocol.RoundProof.from_json(
+                    session.post(protocol.FINISH_ROUND, {}, Deadline(_TARGET_CALL_S))
+                )
+                return "record"
+            except (ServerFault, ProtocolError):
+                return "fault"
+
+    def _merged(self, method: str, path: str) -> str:
+        body = (
+            {"infer_requests": [_TARGET_REQUEST], "request_config": self._config}
+            if path == protocol.INFER
+            else None
+        )
+        self._http.post(self._merger_url + protocol.PROCESS_WEIGHTS, json={})
+        reply = self._http.request(method, self._merger_url + path, json=body)
+        if path == protocol.INFER and reply.status_code == httpx.codes.OK:
+            assert isinstance(json.loads(reply.content), list)
+        return "record" if reply.status_code == httpx.codes.OK else "fault"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """The merger's own complaints count while this lasts."""
+        loggers = [logging.getLogger(name) for name in ("swift_stage2.rollout_merger", "uvicorn.error")]
+        for logger in loggers:
+            logger.addHandler(self._merger_log)
+        clients = logging.getLogger("swift_stage2.channel_b.rollout_client")
+        level, clients.propagate = clients.level, False  # it tells every suspect, some thousands here
+        clients.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(self._merger_log)
+            clients.setLevel(level)
+            clients.propagate = True
+            self._connection.close()
+            self._http.close()
+
+
+class _Log(logging.Handler):
+    """Keeps what a thread of the merger, or the web server around it, could not deal with."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage()[:300])
+
+
+@contextmanager
+def serving(url: str, failures: BackgroundFailures) -> Iterator[AnswerTargets]:
+    """All targets in front of the server at ``url``; the probe asks it all the time."""
+    upstream = Upstream(url, api_key=None, timeout_s=_TARGET_CALL_S)
+    dispatcher = Dispatcher(upstream, max_batch_size=1, layout=SeedLayout(), gather_s=0.0)
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(create_app(dispatcher), partial(dispatcher.close, SHUTDOWN_GRACE_S))
+    dispatcher.start()
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="merger under attack", daemon=True
+    )
+    thread.start()
+    probe = SuspectProbe(rank=0, api_key=None, interval_s=_PROBE_INTERVAL_S, failures=failures)
+    probe.start()
+    probe.watch([url])
+    client = RolloutClient(
+        [url],
+        fence=InferFence(version=3),
+        decoding=_DECODING,
+        request_timeout_s=_TARGET_CALL_S,
+        run_seed=1,
+        rank=0,
+        world_size=1,
+        run_id="run",
+    )
+    targets = AnswerTargets(url, f"http://127.0.0.1:{listener.getsockname()[1]}", client, probe)
+    try:
+        with client, targets.listening():
+            yield targets
+    finally:
+        probe.stop()
+        server.should_exit = True
+        thread.join(_LONGEST_S)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from random import Random
-from types import TracebackType
 from typing import Any
 
 from swift_stage2.servers import protocol
@@ -38,34 +37,14 @@ _ODD_JSON = (
     *("1" + "0" * 400, "1" + "0" * 4400, "[" * 60 + "]" * 60, "[" * 5000 + "]" * 5000),
     *('{"a":' * 900 + "1" + "}" * 900, "\xa0", ""),
 )
-_STATUSES = (
-    *(
-        100,
-        101,
-        199,
-        201,
-        204,
-        205,
-        206,
-        301,
-        302,
-        304,
-        307,
-        400,
-        401,
-        403,
-        404,
-        405,
-        408,
-        409,
-        418,
-        422,
-        429,
-    ),
-    *(500, 501, 502, 503, 504, 599, 600, 700, 999),
-)
+_STATUS_WORDS = """
+    100 101 199 201 204 205 206 301 302 304 307 400 401 403 404 405 408 409 418 422 429
+    500 501 502 503 504 599 600 700 999
+"""
+_STATUSES = tuple(map(int, _STATUS_WORDS.split()))
 _CHARSETS = (
-    *("utf-16", "idna", "hex", "utf-7", "punycode", "base64", "rot13", "unicode_escape", "x" * 300, "\xff"),
+    *("utf-16", "idna", "hex", "utf-7", "punycode", "base64", "rot13", "unicode_escape"),
+    *("x" * 300, "\xff"),
 )
 _HEADERS = (
     b"Content-Encoding: br",
@@ -91,10 +70,14 @@ _HEADERS = (
 )
 
 
-class HostileServer:
-    """One call at a time. ``answer`` gets the call's path and returns what goes back, piece by piece."""
+Answer = Callable[[str], Iterable[bytes]]
+"""Gets the call's path and returns what goes back, piece by piece."""
 
-    def __init__(self, answer: Callable[[str], Iterable[bytes]]) -> None:
+
+class HostileServer:
+    """One call at a time."""
+
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.calls: list[bytes] = []
         """Heads of the calls, as they came."""
@@ -105,16 +88,13 @@ class HostileServer:
 
     @property
     def url(self) -> str:
-        """The address that it listens on."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> HostileServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ending.set()
         self._thread.join(_SOCKET_S)
         self._listener.close()
@@ -150,11 +130,8 @@ class HostileServer:
 
 
 def _content_length(head: bytes) -> int:
-    for line in head.split(b"\r\n")[1:]:
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            return int(value)
-    return 0
+    values = (line.partition(b":") for line in head.lower().split(b"\r\n")[1:])
+    return next((int(value) for name, _, value in values if name == b"content-length"), 0)
 
 
 def good_records(path: str) -> list[Any]:
@@ -234,7 +211,6 @@ def _odd_body(rng: Random, record: Any) -> bytes:
 
 
 def _marked(rng: Random, tree: Any) -> Any:
-    """The tree with one of its nodes replaced by the mark."""
     if isinstance(tree, dict) and tree and rng.random() < 0.9:
         key = rng.choice(sorted(tree))
         return {**tree, key: _marked(rng, tree[key])}
@@ -245,15 +221,15 @@ def _marked(rng: Random, tree: Any) -> Any:
 
 
 def _encoded(rng: Random, body: bytes) -> tuple[bytes, list[bytes]]:
+    packed = gzip.compress(body)
+    odd = (
+        (packed, b"gzip"),
+        (zlib.compress(body), b"deflate"),
+        (body, b"gzip"),
+        (packed[:-9], b"gzip"),
+        (packed + b"more", b"GZIP"),
+    )
     kind = rng.randrange(16)
-    if kind == 0:
-        return gzip.compress(body), [b"Content-Encoding: gzip"]
-    if kind == 1:
-        return zlib.compress(body), [b"Content-Encoding: deflate"]
-    if kind == 2:
-        return body, [b"Content-Encoding: gzip"]
-    if kind == 3:
-        return gzip.compress(body)[:-9], [b"Content-Encoding: gzip"]
-    if kind == 4:
-        return gzip.compress(body) + b"more", [b"Content-Encoding: GZIP"]
-    return body, []
+    if kind >= len(odd):
+        return body, []
+    return odd[kind][0], [b"Content-Encoding: " + odd[kind][1]]

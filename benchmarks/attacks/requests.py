@@ -13,132 +13,92 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from PIL import Image
 
-from benchmarks.attacks.result import AttackResult, server_process
-from benchmarks.servers import BenchServers, ServerKind
+from benchmarks.attacks.run import AttackResult, Tries
+from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.servers import protocol
 
 _TIMEOUT_S = 120.0
 _HEALTH_PERIOD_S = 0.05
 _POLL_S = 0.1
-_MIB = 2**20
 _OPTIONS = {"max_tokens": 1, "temperature": 0.0}
 _CUTS = 20
+
+
+Attempt = Callable[[httpx.Client], str]
+"""One try: asks the server, and returns the word for how that ended."""
 
 
 def attacks() -> list[AttackResult]:
     """Every attack of this group, one after the other, on one server."""
     with tempfile.TemporaryDirectory() as folder, BenchServers(Path(folder)) as servers:
         server = servers.start(ServerKind.TRANSFORMERS)
-        target = _Target(server.base_url, server_process(server), server.tree.log_path)
-        found = [result for group in (_files, _sizes, _bodies) for result in group(target, Path(folder))]
-        return [*found, _vanished(target)]
+        found = [result for group in (_files, _sizes, _bodies) for result in group(server, Path(folder))]
+        return [*found, _vanished(server)]
 
 
-class _Target:
-    """The server under attack: calls that become outcomes, its memory, its log, its health's latency."""
-
-    def __init__(self, base_url: str, process: psutil.Process, log: Path) -> None:
-        self.base_url = base_url
-        self._process = process
-        self._log = log
-
-    def attack(self, name: str, tries: Sequence[Callable[[httpx.Client], str]]) -> list[AttackResult]:
-        """One result for the tries, one for the health calls meanwhile: its longest is the longest latency."""
-        outcomes: Counter[str] = Counter()
-        longest_s, num_tracebacks = 0.0, self._num_tracebacks()
-        with (
-            self._watched() as watch,
-            httpx.Client(base_url=self.base_url, trust_env=False, timeout=_TIMEOUT_S) as http,
-        ):
-            for attempt in tries:
-                begun = time.monotonic()
-                try:
-                    outcome = attempt(http)
-                except httpx.TimeoutException:
-                    outcome = "hang"
-                except httpx.TransportError:
-                    outcome = "lost"
-                longest_s = max(longest_s, time.monotonic() - begun)
-                if (now := self._num_tracebacks()) > num_tracebacks:
-                    outcome, num_tracebacks = "traceback", now
-                outcomes[outcome] += 1
-        health = AttackResult(
-            f"/health/ during: {name}",
-            sum(watch.outcomes.values()),
-            dict(watch.outcomes),
-            seconds=watch.longest_s,
-        )
-        return [AttackResult(name, len(tries), dict(outcomes), watch.peak_mib, longest_s), health]
-
-    def is_idle(self) -> bool:
-        body = httpx.get(self.base_url + protocol.HEALTH, trust_env=False, timeout=_TIMEOUT_S).json()
-        return bool(body["num_waiting"] + body["num_running"] == 0)
-
-    def memory_mib(self) -> float:
-        return float(self._process.memory_info().rss) / _MIB
-
-    @contextmanager
-    def _watched(self) -> Iterator[_Watch]:
-        watch = _Watch(self)
-        thread = threading.Thread(target=watch.run, name="health", daemon=True)
-        thread.start()
-        try:
-            yield watch
-        finally:
-            watch.ended.set()
-            thread.join(_TIMEOUT_S)
-
-    def _num_tracebacks(self) -> int:
-        return self._log.read_text(errors="replace").count("Traceback (most recent call last)")
+def _attack(server: BenchServer, name: str, attempts: Sequence[Attempt]) -> list[AttackResult]:
+    """One result for the tries, one for the health calls meanwhile: its longest is the longest latency."""
+    tries, health, ended = Tries(name, server), Tries(f"/health/ during: {name}"), threading.Event()
+    thread = threading.Thread(target=_watch, args=(server, tries, health, ended), name="health", daemon=True)
+    thread.start()
+    try:
+        with _client(server) as http:
+            num_tracebacks = _num_tracebacks(server)
+            for attempt in attempts:
+                with tries.one():
+                    outcome = _outcome(http, attempt)
+                before, num_tracebacks = num_tracebacks, _num_tracebacks(server)
+                tries.count("traceback" if num_tracebacks > before else outcome)
+    finally:
+        ended.set()
+        thread.join(_TIMEOUT_S)
+    return [tries.counted(), health.counted()]
 
 
-class _Watch:
-    """Asks for health and memory until it is ended."""
+def _watch(server: BenchServer, tries: Tries, health: Tries, ended: threading.Event) -> None:
+    """Asks for health, and looks at the memory of the server, until it is ended."""
 
-    def __init__(self, target: _Target) -> None:
-        self.ended = threading.Event()
-        self.outcomes: Counter[str] = Counter()
-        self.longest_s = 0.0
-        self.peak_mib = 0.0
-        self._target = target
-        self._first_mib = target.memory_mib()
+    def ask(http: httpx.Client) -> str:
+        status = http.get(protocol.HEALTH).status_code
+        return "answered" if status == httpx.codes.OK else f"status {status}"
 
-    def run(self) -> None:
-        with httpx.Client(base_url=self._target.base_url, trust_env=False, timeout=_TIMEOUT_S) as http:
-            while not self.ended.wait(_HEALTH_PERIOD_S):
-                begun = time.monotonic()
-                try:
-                    status = http.get(protocol.HEALTH).status_code
-                    self.outcomes["answered" if status == httpx.codes.OK else f"status {status}"] += 1
-                except httpx.TimeoutException:
-                    self.outcomes["hang"] += 1
-                except httpx.TransportError:
-                    self.outcomes["lost"] += 1
-                self.longest_s = max(self.longest_s, time.monotonic() - begun)
-                self.peak_mib = max(self.peak_mib, self._target.memory_mib() - self._first_mib)
+    with _client(server) as http:
+        while not ended.wait(_HEALTH_PERIOD_S):
+            with health.one():
+                health.count(_outcome(http, ask))
+            tries.look()
 
 
-def _files(target: _Target, folder: Path) -> list[AttackResult]:
+def _outcome(http: httpx.Client, attempt: Attempt) -> str:
+    try:
+        return attempt(http)
+    except httpx.TimeoutException:
+        return "hang"
+    except httpx.TransportError:
+        return "lost"
+
+
+def _client(server: BenchServer) -> httpx.Client:
+    return httpx.Client(base_url=server.base_url, trust_env=False, timeout=_TIMEOUT_S)
+
+
+def _num_tracebacks(server: BenchServer) -> int:
+    return server.tree.log_path.read_text(errors="replace").count("Traceback (most recent call last)")
+
+
+def _files(server: BenchServer, folder: Path) -> list[AttackResult]:
     secret = folder / "secret.png"
     Image.new("RGB", (64, 64), (200, 10, 10)).save(secret)
-    tries: list[Callable[[httpx.Client], str]] = []
-    for place in (
-        str(secret),
-        str(folder / "nosuch.png"),
-        f"file://{secret}",
-        "http://127.0.0.1:9/x.png",
-        "/dev/zero",
-    ):
+    tries: list[Attempt] = []
+    nowhere = str(folder / "nosuch.png")
+    for place in (str(secret), nowhere, f"file://{secret}", "http://127.0.0.1:9/x.png", "/dev/zero"):
         tag = f"<img>{place}</img>"
         call = {
             "id": "1",
@@ -165,24 +125,24 @@ def _files(target: _Target, folder: Path) -> list[AttackResult]:
             {"messages": [{"role": "user", "content": [{"type": "image", "image": place}]}]},
         ]
         tries += [_infer(conversation) for conversation in conversations]
-    return target.attack("files and addresses named in requests", tries)
+    return _attack(server, "files and addresses named in requests", tries)
 
 
-def _sizes(target: _Target, folder: Path) -> list[AttackResult]:
+def _sizes(server: BenchServer, folder: Path) -> list[AttackResult]:
     found = []
     for side in (9000, 13300):
         content = _hollow_png(side, side)
         name = f"PNG of {len(content) // 1024} KiB, {side} x {side} pixels"
-        found += target.attack(name, [_infer(_text("<image>a") | {"images": [_base64(content)]})])
+        found += _attack(server, name, [_infer(_text("<image>a") | {"images": [_base64(content)]})])
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20000 20000\n%%EndComments\n(%pipe%id) (r) file\n"
-    found += target.attack("EPS", [_infer(_text("<image>a") | {"images": [_base64(eps)]})])
+    found += _attack(server, "EPS", [_infer(_text("<image>a") | {"images": [_base64(eps)]})])
     many = json.dumps({"infer_requests": [_text("x")] * 50_000, "request_config": _OPTIONS}).encode()
-    found += target.attack("50,000 conversations", [_post(protocol.INFER, many)] * 3)
+    found += _attack(server, "50,000 conversations", [_post(protocol.INFER, many)] * 3)
     long_text = _text("word " * 4_000_000)
-    return found + target.attack("a text of 20 million characters", [_infer(long_text)])
+    return found + _attack(server, "a text of 20 million characters", [_infer(long_text)])
 
 
-def _bodies(target: _Target, folder: Path) -> list[AttackResult]:
+def _bodies(server: BenchServer, folder: Path) -> list[AttackResult]:
     paths = (
         protocol.INFER, protocol.INIT_COMMUNICATOR, protocol.UPDATE_FLATTENED_PARAMS, protocol.UPDATE_NAMED_PARAM,
         protocol.BEGIN_ROUND, protocol.FINISH_ROUND, protocol.ABORT,
@@ -200,41 +160,42 @@ def _bodies(target: _Target, folder: Path) -> list[AttackResult]:
                                       "manifest": [], "timeout_s": value}).encode())
               for value in timeouts for path in (protocol.INIT_COMMUNICATOR, protocol.BEGIN_ROUND)]  # fmt: skip
     tries += [_redirect(path) for path in (protocol.INFER, protocol.SERVER_INFO, protocol.BEGIN_ROUND)]
-    return target.attack("bodies that make no sense", tries)
+    return _attack(server, "bodies that make no sense", tries)
 
 
-def _vanished(target: _Target) -> AttackResult:
+def _vanished(server: BenchServer) -> AttackResult:
     """Callers that close their connection after some of their bytes; the server must be idle soon after the last."""
     body = json.dumps(
         {"infer_requests": [_text("hello")] * 32, "request_config": {"max_tokens": 4000}}
     ).encode()
-    host, port = target.base_url.removeprefix("http://").split(":")
+    host, port = server.base_url.removeprefix("http://").split(":")
     head = f"POST {protocol.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
-    def vanish(num_bytes: int) -> Callable[[httpx.Client], str]:
+    def vanish(num_bytes: int) -> Attempt:
         def attempt(http: httpx.Client) -> str:
             with socket.create_connection((host, int(port)), timeout=_TIMEOUT_S) as caller:
                 caller.sendall(head + body[:num_bytes])
             end, pause = time.monotonic() + _TIMEOUT_S, threading.Event()
-            while not target.is_idle():
-                if time.monotonic() > end:
-                    return "hang"
+            while time.monotonic() < end:
+                told = http.get(protocol.HEALTH).json()
+                if told["num_waiting"] + told["num_running"] == 0:
+                    return "idle again"
                 pause.wait(_POLL_S)
-            return "idle again"
+            return "hang"
 
         return attempt
 
     cuts = [len(body) * cut // _CUTS for cut in range(_CUTS + 1)]
-    return target.attack("callers that vanish", [vanish(num_bytes) for num_bytes in cuts])[0]
+    return _attack(server, "callers that vanish", [vanish(num_bytes) for num_bytes in cuts])[0]
 
 
-def _infer(conversation: dict[str, Any]) -> Callable[[httpx.Client], str]:
+def _infer(conversation: dict[str, Any]) -> Attempt:
     return _post(
         protocol.INFER, json.dumps({"infer_requests": [conversation], "request_config": _OPTIONS}).encode()
     )
 
 
-def _post(path: str, body: bytes) -> Callable[[httpx.Client], str]:
+def _post(path: str, body: bytes) -> Attempt:
     """Refused means an answer of one line that is no 200."""
 
     def attempt(http: httpx.Client) -> str:
@@ -250,7 +211,7 @@ def _post(path: str, body: bytes) -> Callable[[httpx.Client], str]:
     return attempt
 
 
-def _redirect(path: str) -> Callable[[httpx.Client], str]:
+def _redirect(path: str) -> Attempt:
     def attempt(http: httpx.Client) -> str:
         reply = http.post(path.rstrip("/"), headers={"Host": "evil.example"})
         return "accepted" if "evil" in reply.headers.get("location", "") else f"refused {reply.status_code}"
@@ -267,7 +228,6 @@ def _base64(content: bytes) -> str:
 
 
 def _hollow_png(width: int, height: int) -> bytes:
-    """A whole PNG of black pixels, one bit each."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (

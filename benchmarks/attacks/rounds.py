@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.attacks.result import AttackResult, Tries, server_process
+from benchmarks.attacks.run import AttackResult, Tries, server_process
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.errors import ServerFault
 from swift_stage2.rollout_server.weight_receiver import num_bytes
@@ -55,7 +55,6 @@ sys.stdin.read()
 
 
 def attacks() -> list[AttackResult]:
-    """Every attack of this group, one after the other."""
     with tempfile.TemporaryDirectory() as logs, BenchServers(Path(logs)) as servers:
         server = servers.start(ServerKind.TRANSFORMERS)
         with ServerSession(server.base_url) as session:

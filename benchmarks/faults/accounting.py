@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger_account import RunAccount
+from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount
 
 _NUM_WARMUP_STEPS = 3
 _NANOSECONDS = 1e9
@@ -119,7 +119,7 @@ class FaultReport:
 def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Moments) -> FaultReport:
     """``records[rank]`` is one rank's audit; ``samples`` what the ledgers of all ranks come to."""
     first = records[0]
-    steps, rounds = _of_kind(first, "step"), _of_kind(first, "round")
+    steps, rounds = of_kind(first, "step"), of_kind(first, "round")
     proof = _proof_after(rounds, moments)
     end = proof["time"] if proof else float("inf")
     noticed = first_notice(records, moments.fault)
@@ -139,23 +139,27 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
         b_skipped=dict(Counter(step["skip_reason"] for step in meanwhile if step["skip_reason"])),
         pause=pause(gaps(steps), later, moments.fault, end),
         samples=count_samples(samples),
-        unproven_rollouts=_unproven(everything, moments.restarted, end),
+        unproven_rollouts=sum(
+            batch["num_rollouts"]
+            for batch in of_kind(everything, "batch")
+            if moments.restarted is not None and moments.restarted <= batch["time"] < end
+        ),
         counters=_counters(records),
         warnings=_each_once(
-            record["message"] for record in _of_kind(first, "warning") if record["time"] >= moments.fault
+            record["message"] for record in of_kind(first, "warning") if record["time"] >= moments.fault
         ),
-        quarantined=tuple(record["message"] for record in _of_kind(everything, "quarantine")),
+        quarantined=tuple(record["message"] for record in of_kind(everything, "quarantine")),
         quarantining_batches=tuple(
             f"batch of {batch['num_rollouts'] + batch['num_returned'] + batch['num_quarantined']}: "
             f"{batch['num_quarantined']} quarantined, {batch['num_rollouts']} answered, "
             f"{batch['num_returned']} returned, {batch['num_posts']} POSTs"
-            for batch in _of_kind(everything, "batch")
+            for batch in of_kind(everything, "batch")
             if batch["num_quarantined"]
         ),
         failed_posts=dict(
             Counter(
                 str(failure["end"])
-                for record in _of_kind(everything, "batch")
+                for record in of_kind(everything, "batch")
                 if record["time"] >= moments.fault
                 for failure in record["failures"]
                 if failure["end"] != "stopped"
@@ -172,15 +176,28 @@ def count_samples(account: RunAccount) -> SampleCount:
     return SampleCount(
         drawn=sum(rank.drawn for rank in account.ranks),
         trained=sum(rank.trained for rank in account.ranks),
-        quarantined=sum(sum(rank.quarantined.values()) for rank in account.ranks),
-        in_hand=sum(sum(rank.in_hand.values()) for rank in account.ranks),
+        quarantined=sum(map(num_quarantined, account.ranks)),
+        in_hand=sum(map(num_in_hand, account.ranks)),
         broken_rules=broken_rules(account),
         records_lost=sum(rank.num_records_lost for rank in account.ranks),
     )
 
 
+def num_quarantined(rank: RankAccount) -> int:
+    return sum(rank.quarantined.values())
+
+
+def num_in_hand(rank: RankAccount) -> int:
+    return sum(rank.in_hand.values())
+
+
+def sentence_of(rank: RankAccount) -> str:
+    """What became of the samples that a rank drew."""
+    ends = f"{rank.trained} trained + {num_quarantined(rank)} quarantined + {num_in_hand(rank)} in hand"
+    return f"{rank.drawn} drawn = {ends}"
+
+
 def broken_rules(account: RunAccount) -> tuple[str, ...]:
-    """Of the run and of its ranks."""
     parts = (account.violations, *(rank.violations for rank in account.ranks))
     return tuple(broken.rule for part in parts for broken in part)
 
@@ -237,7 +254,6 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
 
 
 def _proof_after(rounds: Sequence[Record], moments: Moments) -> Record | None:
-    """The first committed round after everything was in order again."""
     since = moments.fault if moments.healed is None else moments.healed
     return next((record for record in rounds if record["committed"] and record["time"] >= since), None)
 
@@ -279,16 +295,8 @@ def _step_at(steps: Sequence[Record], moment: float) -> int:
     return max((int(step["step"]) for step in steps if step["time"] <= moment), default=-1)
 
 
-def _unproven(records: Iterable[Record], restarted: float | None, end: float) -> int:
-    if restarted is None:
-        return 0
-    return sum(
-        record["num_rollouts"] for record in _of_kind(records, "batch") if restarted <= record["time"] < end
-    )
-
-
 def _counters(records: Sequence[Sequence[Record]]) -> dict[str, int]:
-    last = [metrics[-1]["numbers"] for part in records if (metrics := _of_kind(part, "metrics"))]
+    last = [metrics[-1]["numbers"] for part in records if (metrics := of_kind(part, "metrics"))]
     return {
         name: int(sum(numbers.get(name, 0) for numbers in (last[:1] if name in _SAME_ON_ALL_RANKS else last)))
         for name in COUNTERS
@@ -298,13 +306,13 @@ def _counters(records: Sequence[Sequence[Record]]) -> dict[str, int]:
 def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
     """Steps of rank 0 that some other rank trained otherwise, or not. ``records[rank]`` is one rank's whole audit."""
     plans = [
-        {step["step"]: (step["channel"], step["version"]) for step in _of_kind(part, "step")}
+        {step["step"]: (step["channel"], step["version"]) for step in of_kind(part, "step")}
         for part in records
     ]
     return sum(any(plan.get(step) != what for plan in plans[1:]) for step, what in plans[0].items())
 
 
-def _of_kind(records: Iterable[Record], kind: str) -> list[Record]:
+def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 

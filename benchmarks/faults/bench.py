@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from benchmarks.faults.accounting import report
 from benchmarks.faults.commit import Switches
 from benchmarks.faults.fault_table import RowResult, as_json, markdown
 from benchmarks.faults.proxy import FaultProxy
-from benchmarks.faults.rows import ORDER, ROWS, Row
-from benchmarks.faults.scene import Scene
-from benchmarks.faults.server import Leftovers, Program, TestedServer, lasting_port
+from benchmarks.faults.rows import ROWS, Row, Scene
+from benchmarks.faults.server import Leftovers, Program, TestedServer
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from benchmarks.results import say
 from benchmarks.servers import BenchServers, ServerKind, server_arguments
@@ -49,74 +49,43 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Writes ``faults-SERVER.md`` and ``.json`` after every row; 0 when every row went well and nothing is left."""
     stem = directory / f"faults-{options.server}"
     started = time.monotonic()
-    found: dict[str, RowResult] = {}
+    found: list[RowResult] = []
     left: int | None = None
 
-    def write() -> list[RowResult]:
-        results = [found[row.name] for row in ROWS if row.name in found]
-        facts = {
-            "server": options.server,
-            "num_ranks": NUM_RANKS,
-            "seconds": time.monotonic() - started,
-            "left_at_the_end": left,
-        }
-        text = json.dumps(as_json(results, facts), indent=1) + "\n"
+    def write() -> None:
+        facts = {"server": options.server, "num_ranks": NUM_RANKS, "seconds": time.monotonic() - started}
+        text = json.dumps(as_json(found, facts | {"left_at_the_end": left}), indent=1) + "\n"
         stem.with_suffix(".json").write_text(text, encoding="utf-8")
-        stem.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
-        return results
+        stem.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
 
     with FaultBench(ServerKind(options.server), directory) as bench:
-        for row in sorted(ROWS, key=lambda row: ORDER.index(row.name)):
+        rows = write_rows(directory)
+        for row in ROWS:
             if row.name in options.rows:
-                found[row.name] = bench.run(row)
+                found.append(bench.run(row, rows))
                 write()
         left = bench.end_server()
-    results = write()
-    print(markdown(results))
+    write()
+    print(markdown(found))
     say(f"took {time.monotonic() - started:.0f} s; {left} things left; {stem}.json")
-    for result in results:
+    for result in found:
         for problem in result.problems:
             say(f"{result.name}: {problem}")
-    return _FAILED if left or any(result.problems for result in results) else 0
+    return _FAILED if left or any(result.problems for result in found) else 0
 
 
 class FaultBench(BenchServers):
-    """Owns every process that the rows start: one server, and one learner after another."""
+    """Owns every process that the fault benches start: one server, and one learner after another."""
 
     def __init__(self, kind: ServerKind, directory: Path, program: Program | None = None) -> None:
         """``program`` serves in place of ``kind``'s."""
         super().__init__(directory)
-        self._kind = kind
-        self._program = program
+        self.kind = kind
         self._directory = directory
-        self._rows: Path | None = None
-        self._server: TestedServer | None = None
-
-    def run(self, row: Row) -> RowResult:
-        """Runs one row; one that breaks says so in its result."""
-        if why_not := row.why_not(self._kind):
-            return RowResult(name=row.name, title=row.title, note=f"not possible here: {why_not}")
-        say(f"{self._kind}: {row.title}")
-        started = time.monotonic()
-        try:
-            result = self._run(row, started)
-        except ChildFailed as error:
-            say(f"{row.name} broke: {error}")
-            if self._server is not None:
-                self._server.kill()
-            return RowResult(
-                name=row.name, title=row.title, note=f"broke: {error}", seconds=time.monotonic() - started
-            )
-        say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
-        return result
+        self._server = TestedServer(kind, self, Switches(directory / "switches"), program)
 
     def ready_server(self, *, foreign: bool = False) -> TestedServer:
         """The server, answering; ``foreign``: with another model."""
-        if self._server is None:
-            switches = Switches(self._directory / "switches")
-            self._server = TestedServer(
-                self._kind, self.job, self.moment, lasting_port(), switches, self._program
-            )
         server = self._server
         server.switches.clear_all()
         if foreign and server.is_alive:
@@ -127,65 +96,58 @@ class FaultBench(BenchServers):
         return server
 
     def start_job(
-        self, name: str, directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings
+        self, name: str, directory: Path, rows: Path, settings: JobSettings, port: int | None = None
     ) -> TrainingJob:
-        """A learner that is told ``ports``, of HTTP and of the weight group. Its caller ends it."""
-        assert self._server is not None
-        return TrainingJob(
-            f"{self._kind}-learner-{name}",
-            self.job,
-            self.moment,
-            directory,
-            rows,
-            ports,
-            self._server.switches,
-            settings,
-        )
+        """A learner that asks the server, or what stands before it on ``port``. Its caller ends it."""
+        ports = port or self._server.port, free_ports(1)[0]
+        name = f"{self.kind}-learner-{name}"
+        return TrainingJob(name, self, directory, rows, ports, self._server.switches, settings)
 
     def end_server(self) -> int:
         """Ends the server; returns how much it left behind."""
-        if self._server is None:
-            return 0
-        self._server.end()
-        return self._server.what_is_left().num
+        return self._server.end().num
 
-    def _run(self, row: Row, started: float) -> RowResult:
+    def run(self, row: Row, rows: Path) -> RowResult:
+        """Runs one row on a data set; one that breaks says so in its result."""
+        if why_not := row.why_not(self.kind):
+            return RowResult(name=row.name, title=row.title, note=f"not possible here: {why_not}")
+        say(f"{self.kind}: {row.title}")
+        started = time.monotonic()
+        try:
+            result = self._run(row, write_poisonous_rows(rows) if row.poison else rows)
+        except ChildFailed as error:
+            result = RowResult(name=row.name, title=row.title, note=f"broke: {error}")
+            if self._server.is_alive:
+                self._server.kill()
+        result = replace(result, seconds=time.monotonic() - started)
+        say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
+        return result
+
+    def _run(self, row: Row, rows: Path) -> RowResult:
         server = self.ready_server(foreign=row.foreign)
-        directory = self._directory / row.name
         with ExitStack() as stack:
             proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
-            port = proxy.port if proxy else server.port
-            (group_port,) = free_ports(1)
-            job = self.start_job(row.name, directory, self._rows_of(row), (port, group_port), row.settings)
+            port = proxy.port if proxy else None
+            job = self.start_job(row.name, self._directory / row.name, rows, row.settings, port)
             stack.callback(job.end)
-            scene = Scene(server, job, server.switches, proxy)
+            scene = Scene(server, job, proxy)
             if not row.foreign:
                 scene.warm_up()
             row.commit(scene)
             scene.wait_until_healed()
             status = job.stop()
-            job_left = job.what_is_left()
+        left, killed = job.what_is_left(), server.what_the_killed_left()
         return RowResult(
             name=row.name,
             title=row.title,
             report=report(job.records, job.account(), scene.moments),
             exit_status=status,
-            left=_together(job_left, server.what_the_killed_left()),
-            seconds=time.monotonic() - started,
+            left=Leftovers(
+                left.processes + killed.processes,
+                left.ports,
+                tuple(dict.fromkeys(left.shared_memory + killed.shared_memory)),
+            ),
         )
-
-    def _rows_of(self, row: Row) -> Path:
-        if self._rows is None:
-            self._rows = write_rows(self._directory)
-        return write_poisonous_rows(self._rows) if row.poison else self._rows
-
-
-def _together(*parts: Leftovers) -> Leftovers:
-    return Leftovers(
-        tuple(name for part in parts for name in part.processes),
-        tuple(port for part in parts for port in part.ports),
-        tuple(dict.fromkeys(name for part in parts for name in part.shared_memory)),
-    )
 
 
 def write_rows(directory: Path) -> Path:

@@ -1,17 +1,22 @@
 """What commits a fault inside learner and server, and the switches by which the bench tells them which.
 
 A switch is a small text in a file of one directory, which appears whole or not at all. Used by the bench's process, by
-the learner's plugin, which gives the learner a transport and a disk that fail on demand, and by ``faulty_server``.
+the learner's plugin, which gives the learner a transport and a disk that fail on demand, and by
+``python -m benchmarks.faults.commit``, which takes the options of ``swift-stage2 rollout`` and is that server.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -20,6 +25,9 @@ from swift_stage2.errors import UserError
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 from swift_stage2.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from swift_stage2.rollout_server.engine import Engine
 
 VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
 
@@ -52,7 +60,6 @@ class Switches:
         return cls(Path(path))
 
     def set(self, name: str, text: str = "on") -> None:
-        """Turns a switch on."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_whole(self.directory / name, text)
 
@@ -62,7 +69,6 @@ class Switches:
             (self.directory / name).unlink(missing_ok=True)
 
     def clear_all(self) -> None:
-        """Turns every switch off."""
         self.clear(*(path.name for path in self.directory.glob("*")))
 
     def read(self, name: str) -> str:
@@ -170,3 +176,33 @@ def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Our rollout server, and a thread that carries a switch's text to the engine's ``install_fault``."""
+    from swift_stage2.rollout_server.command_line import parse_command, serve
+
+    command = parse_command(argv)
+
+    def start_engine() -> Engine:
+        engine = command.start_engine()
+        arguments = (engine, Switches.from_environment())
+        threading.Thread(target=_follow, args=arguments, name="install-fault", daemon=True).start()
+        return engine
+
+    return serve(replace(command, start_engine=start_engine))
+
+
+def _follow(engine: Engine, switches: Switches) -> None:
+    from swift_stage2.rollout_server.engine import InstallFault
+
+    while True:
+        wanted = InstallFault(switches.read(INSTALL) or InstallFault.NONE)
+        if wanted is not engine.install_fault:
+            engine.install_fault = wanted
+            switches.set(INSTALL_SEEN, wanted)
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

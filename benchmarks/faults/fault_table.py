@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.faults.accounting import FaultReport
 from benchmarks.faults.server import Leftovers
+from benchmarks.results import ResultTable
 
 _HEADINGS = (
     "fault",
@@ -68,10 +69,7 @@ class RowResult:
 
 
 def markdown(results: Sequence[RowResult]) -> str:
-    """The table."""
-    lines = [_line(_HEADINGS), _line(["---"] * len(_HEADINGS))]
-    lines += [_line(_cells(result)) for result in results]
-    return "\n".join(lines) + "\n"
+    return ResultTable("", _HEADINGS, [_cells(result) for result in results]).markdown()
 
 
 def as_json(results: Sequence[RowResult], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,30 +79,31 @@ def as_json(results: Sequence[RowResult], facts: Mapping[str, Any]) -> dict[str,
     return cleaned
 
 
-def _cells(result: RowResult) -> Sequence[str]:
+def _cells(result: RowResult) -> tuple[str, ...]:
     if result.report is None:
-        return [result.title, result.note, *[""] * (len(_HEADINGS) - 2)]
-    report = result.report
+        return (result.title, result.note, *[""] * (len(_HEADINGS) - 2))
+    report, left = result.report, result.left
     samples = report.samples
     kept = f"{samples.drawn} = {samples.trained} + {samples.quarantined} + {samples.in_hand}"
-    return [
+    proof = "never" if report.steps_until_proof is None else str(report.steps_until_proof)
+    return (
         result.title,
         _what_it_did(report, result.problems),
-        f"{_or_never(report.steps_until_proof)} ({report.b_steps_meanwhile})",
+        f"{proof} ({report.b_steps_meanwhile})",
         _pause(report),
         f"{kept}; {len(samples.broken_rules)}",
         ", ".join(f"{name} {number}" for name, number in report.counters.items() if number) or "–",
         "no" if report.b_again_at_step is None else f"after {report.b_again_at_step} steps",
-        str(result.left.num) if not result.left.num else _left(result.left),
-    ]
+        ", ".join([*left.processes, *(f"port {port}" for port in left.ports), *left.shared_memory]) or "0",
+    )
 
 
 def _what_it_did(report: FaultReport, problems: Sequence[str]) -> str:
-    parts = []
-    if report.noticed_after_steps is None:
-        parts.append("noticed nothing")
-    else:
-        parts.append(f"noticed after {report.noticed_after_steps} steps: {_quote(report.noticed_as)}")
+    when = report.noticed_after_steps
+    noticed = (
+        "noticed nothing" if when is None else f"noticed after {when} steps: {_quote(report.noticed_as)}"
+    )
+    parts = [noticed]
     parts += [
         f"round failed: {_quote(error)}" for error in report.round_errors[:2] if error != report.noticed_as
     ]
@@ -125,22 +124,10 @@ def _what_it_did(report: FaultReport, problems: Sequence[str]) -> str:
 
 def _pause(report: FaultReport) -> str:
     pause = report.pause
-    before, around = _seconds(pause.median_before_s), _seconds(pause.median_around_s)
-    steps = f"{before} → {_seconds(pause.longest_around_s)} ({around})"
+    times = (pause.median_before_s, pause.longest_around_s, pause.median_around_s)
+    before, longest, around = ("–" if value is None else f"{value:.2f}" for value in times)
     rounds = f"{pause.num_rounds}: {pause.longest_round_s:.2f}" if pause.num_rounds else "0"
-    return f"{steps}; {rounds}; longest wait {max(0.0, pause.longest_wait_s):.2f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _left(left: Leftovers) -> str:
-    return ", ".join([*left.processes, *(f"port {port}" for port in left.ports), *left.shared_memory])
-
-
-def _or_never(steps: int | None) -> str:
-    return "never" if steps is None else str(steps)
+    return f"{before} → {longest} ({around}); {rounds}; longest wait {max(0.0, pause.longest_wait_s):.2f}"
 
 
 def _quote(text: str) -> str:
@@ -162,7 +149,3 @@ def _clean(value: Any) -> Any:
 
 def _clean_text(text: str) -> str:
     return _LONG_HEX.sub("…", _SOURCE_LINE.sub("", _ADDRESS.sub("SERVER", text)))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults.accounting import broken_rules
+from benchmarks.faults.accounting import broken_rules, sentence_of
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
@@ -143,13 +142,11 @@ class _Run:
         return job.account()
 
     def _start(self, name: str, checkpoint: Path | None) -> TrainingJob:
-        (group_port,) = free_ports(1)
         swift = {"save_strategy": "steps", "save_steps": _SAVE_STEPS, "save_total_limit": 3}
         if checkpoint is not None:
             swift["resume_from_checkpoint"] = str(checkpoint)
-        settings = JobSettings(swift=swift)
-        ports = (self._bench.ready_server().port, group_port)
-        job = self._bench.start_job(name, self._directory, self._rows, ports, settings)
+        self._bench.ready_server()
+        job = self._bench.start_job(name, self._directory, self._rows, JobSettings(swift=swift))
         job.step()  # takes in what earlier processes wrote
         return job
 
@@ -179,7 +176,6 @@ def line_of(kill: Kill) -> str:
 
 
 def kill_table(kills: Sequence[Kill]) -> ResultTable:
-    """One row per victim."""
     rows = []
     for victim, times in sorted(Counter(kill.victim for kill in kills).items()):
         mine = [kill for kill in kills if kill.victim == victim]
@@ -206,9 +202,7 @@ def kill_table(kills: Sequence[Kill]) -> ResultTable:
 def rank_notes(last: RunAccount) -> list[str]:
     """What every rank's ledger comes to at the end."""
     return [
-        f"Rank {rank.rank} at the end: {rank.drawn} drawn = {rank.trained} trained + "
-        f"{sum(rank.quarantined.values())} quarantined + {sum(rank.in_hand.values())} in hand; {rank.num_resumes} "
-        f"resumes in the effective history, {rank.num_void} samples trained in steps that did not survive; "
-        f"{len(rank.violations)} rules broken."
+        f"Rank {rank.rank} at the end: {sentence_of(rank)}; {rank.num_resumes} resumes in the effective history, "
+        f"{rank.num_void} samples trained in steps that did not survive; {len(rank.violations)} rules broken."
         for rank in last.ranks
     ]

@@ -24,12 +24,11 @@ from benchmarks.estimates import Ratio, ratio_of_medians
 from benchmarks.faults import bench as fault_bench
 from benchmarks.faults.accounting import Gap, count_samples, gaps
 from benchmarks.faults.bench import FaultBench, write_rows
-from benchmarks.faults.scene import Scene
+from benchmarks.faults.rows import Scene
 from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.process.visible_devices import split_cores, started_on
 from swift_stage2.telemetry.ledger_account import RunAccount
 
@@ -60,7 +59,6 @@ class Phase:
         ]
 
     def b_steps(self, gaps: Sequence[Gap]) -> int:
-        """How many of its steps trained channel B."""
         return sum(gap.channel == "B" and self.start <= gap.start < self.end for gap in gaps)
 
 
@@ -141,27 +139,19 @@ def _run(
     server = bench.ready_server()
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     proof = Proof.AUTO if options.stand_in_latency_s is None else Proof.CHECKSUM
-    (group_port,) = free_ports(1)
     with ExitStack() as stack:
         with started_on(learner_cores):
-            job = bench.start_job(
-                "outage",
-                directory / "job",
-                rows,
-                (server.port, group_port),
-                JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof),
-            )
+            settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
+            job = bench.start_job("outage", directory / "job", rows, settings)
         stack.callback(job.end)
-        Scene(server, job, server.switches, None).warm_up()
+        Scene(server, job).warm_up()
         phases = [_train(job, options.steps)]
         for cycle in range(options.cycles):
-            scene = Scene(server, job, server.switches, None)
-            scene.mark_fault()
-            scene.kill_server()
+            scene = Scene(server, job)
+            server.kill()
             scene.wait_until_noticed()
             phases.append(_train(job, options.steps))
             scene.start_server()
-            scene.mark_healed()
             scene.wait_until_healed()
             phases.append(_train(job, options.steps))
             say(f"outage {cycle} of {options.cycles} is over")
@@ -220,7 +210,6 @@ def compare_phases(gaps: Sequence[Gap], before: Phase, during: Phase, after: Pha
 
 
 def outage_table(reports: Sequence[OutageReport]) -> ResultTable:
-    """One row per outage, and their medians."""
     rows = [
         (
             str(number),

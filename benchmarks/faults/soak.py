@@ -17,7 +17,7 @@ import psutil
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.commit import SLOW_DISK, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
-from benchmarks.faults.scene import START_S, Scene
+from benchmarks.faults.rows import START_S, Scene
 from benchmarks.faults.server import TestedServer
 from benchmarks.faults.soak_plan import FaultKind, PlannedFault, plan_faults
 from benchmarks.faults.soak_report import (
@@ -30,10 +30,9 @@ from benchmarks.faults.soak_report import (
     parts_of,
     trends_of,
 )
-from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob, Victim
+from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import publish, say
 from benchmarks.servers import ServerKind
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
@@ -59,9 +58,7 @@ _REPLY_FAULTS = {
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Soaks; 0 when nothing was lost and nothing rises. Raises ChildFailed when the server did not answer at first."""
     kind = ServerKind(options.server)
-    faults = plan_faults(
-        options.seed, options.steps, num_ranks=NUM_RANKS, kill_room_steps=_KILL_ROOM_STEPS[kind]
-    )
+    faults = plan_faults(options.seed, options.steps, kill_room_steps=_KILL_ROOM_STEPS[kind])
     started = time.monotonic()
     with FaultBench(kind, directory) as bench, _Soak(bench, directory, options.steps) as soak:
         soak.run(faults)
@@ -94,7 +91,6 @@ class _Soak:
         self._num_steps = num_steps
         self._server: TestedServer = bench.ready_server()
         self._proxy = FaultProxy(self._server.port)
-        (group_port,) = free_ports(1)
         swift = {
             "max_steps": num_steps,
             "save_steps": max(1, num_steps // _NUM_SAVES),
@@ -105,8 +101,8 @@ class _Soak:
             "soak",
             directory / "job",
             write_rows(directory),
-            (self._proxy.port, group_port),
             JobSettings(swift=swift),
+            self._proxy.port,
         )
         self._job.watch = self._sample
         self._next_sample = 1
@@ -135,7 +131,6 @@ class _Soak:
             self._job.end()
 
     def report(self, num_planned: int) -> SoakReport:
-        """What the ended run came to. Ends the server."""
         records = self._job.records
         left = (
             self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end_server()
@@ -165,7 +160,7 @@ class _Soak:
         self._job.wait_for(lambda: self._job.num_steps > step, f"step {step} begins", timeout_s)
 
     def _suffer(self, fault: PlannedFault) -> None:
-        scene = Scene(self._server, self._job, self._server.switches, self._proxy)
+        scene = Scene(self._server, self._job, self._proxy)
         step, hung = self._job.num_steps - 1, False
         try:
             commit(fault, scene)
@@ -208,10 +203,9 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
     Raises:
         ChildFailed: the learner ended, or what the fault waits for did not come.
     """
-    scene.mark_fault()
     match fault.kind:
         case FaultKind.KILL_SERVER:
-            scene.kill_server()
+            scene.server.kill()
             scene.job.wait_for_steps(fault.count)
             scene.start_server()
         case FaultKind.LATE_REPLIES | FaultKind.HTTP_500 | FaultKind.CUT_REPLY:
@@ -231,4 +225,4 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
         case FaultKind.STOP_SERVER:
             with stopped(scene.server.processes):
                 scene.job.wait_s(fault.seconds)
-    scene.mark_healed()
+    scene.mark(healed=time.time())

@@ -7,10 +7,11 @@ lies between the faults at random. Called by the soak.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import Any
 
 from benchmarks.faults.commit import LONGEST_WRITE_S
 from swift_stage2.errors import UserError
@@ -26,20 +27,13 @@ _SPREAD = 1.4  # of all steps, over those that faults need to heal
 class FaultKind(StrEnum):
     """What is committed; ``count`` and ``seconds`` of a ``PlannedFault`` say how much of it."""
 
-    KILL_SERVER = "server killed, restarted"
-    """After ``count`` steps without it."""
-    LATE_REPLIES = "late replies"
-    """``count`` replies are kept for ``seconds`` each."""
-    HTTP_500 = "HTTP 500"
-    """``count`` requests are answered so."""
-    CUT_REPLY = "reply cut in half"
-    """``count`` of them."""
-    SLOW_DISK = "slow disk"
-    """For ``count`` steps, every write of audit and ledger takes ``seconds`` longer."""
-    STOP_RANK = "rank stopped"
-    """SIGSTOP to ``rank``, SIGCONT after ``seconds``."""
-    STOP_SERVER = "server stopped"
-    """SIGSTOP to all of it, SIGCONT after ``seconds``."""
+    KILL_SERVER = "server killed, restarted"  # After ``count`` steps without it
+    LATE_REPLIES = "late replies"  # ``count`` replies are kept for ``seconds`` each
+    HTTP_500 = "HTTP 500"  # ``count`` requests are answered so
+    CUT_REPLY = "reply cut in half"  # ``count`` of them
+    SLOW_DISK = "slow disk"  # For ``count`` steps, every write of audit and ledger takes ``seconds`` longer
+    STOP_RANK = "rank stopped"  # SIGSTOP to ``rank``, SIGCONT after ``seconds``
+    STOP_SERVER = "server stopped"  # SIGSTOP to all of it, SIGCONT after ``seconds``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +47,19 @@ class PlannedFault:
     rank: int = 0
 
 
-def plan_faults(
-    seed: int, num_steps: int, *, num_ranks: int, kill_room_steps: int
-) -> tuple[PlannedFault, ...]:
+_DRAWN: Mapping[FaultKind, Mapping[str, tuple[Any, Any]]] = {
+    FaultKind.KILL_SERVER: {"count": (1, 8)},
+    FaultKind.LATE_REPLIES: {"count": (1, 2), "seconds": (0.5, 3.0)},
+    FaultKind.HTTP_500: {"count": (1, 3)},
+    FaultKind.CUT_REPLY: {},
+    FaultKind.SLOW_DISK: {"seconds": (0.02, LONGEST_WRITE_S), "count": (2, 5)},
+    FaultKind.STOP_RANK: {"seconds": (0.5, 4.0), "rank": (0, 1)},
+    FaultKind.STOP_SERVER: {"seconds": (0.5, 4.0)},
+}
+"""From where to where, in the order in which a seed draws them."""
+
+
+def plan_faults(seed: int, num_steps: int, *, kill_room_steps: int) -> tuple[PlannedFault, ...]:
     """The faults of a run of ``num_steps``, in order. Too few steps for one of each kind get as many as have room.
 
     Raises:
@@ -74,9 +78,7 @@ def plan_faults(
     if not fitting:
         raise UserError(f"--steps must leave room for a fault, got {num_steps}; write {FEWEST_STEPS} or more")
     steps = _spread([rooms[kind] for kind in fitting], usable, rng)
-    return tuple(
-        _fault(kind, NUM_WARM_STEPS + step, num_ranks, rng) for kind, step in zip(fitting, steps, strict=True)
-    )
+    return tuple(_fault(kind, NUM_WARM_STEPS + step, rng) for kind, step in zip(fitting, steps, strict=True))
 
 
 def _spread(rooms: Sequence[int], usable: int, rng: random.Random) -> list[int]:
@@ -87,21 +89,9 @@ def _spread(rooms: Sequence[int], usable: int, rng: random.Random) -> list[int]:
     return [start + offset for start, offset in zip(before, offsets, strict=True)]
 
 
-def _fault(kind: FaultKind, step: int, num_ranks: int, rng: random.Random) -> PlannedFault:
-    match kind:
-        case FaultKind.KILL_SERVER:
-            return PlannedFault(step=step, kind=kind, count=rng.randint(1, 8))
-        case FaultKind.LATE_REPLIES:
-            return PlannedFault(step=step, kind=kind, count=rng.randint(1, 2), seconds=rng.uniform(0.5, 3.0))
-        case FaultKind.HTTP_500:
-            return PlannedFault(step=step, kind=kind, count=rng.randint(1, 3))
-        case FaultKind.CUT_REPLY:
-            return PlannedFault(step=step, kind=kind)
-        case FaultKind.SLOW_DISK:
-            seconds = rng.uniform(0.02, LONGEST_WRITE_S)
-            return PlannedFault(step=step, kind=kind, count=rng.randint(2, 5), seconds=seconds)
-        case FaultKind.STOP_RANK:
-            seconds = rng.uniform(0.5, 4.0)
-            return PlannedFault(step=step, kind=kind, seconds=seconds, rank=rng.randrange(num_ranks))
-        case FaultKind.STOP_SERVER:
-            return PlannedFault(step=step, kind=kind, seconds=rng.uniform(0.5, 4.0))
+def _fault(kind: FaultKind, step: int, rng: random.Random) -> PlannedFault:
+    drawn: dict[str, Any] = {
+        name: rng.randint(low, high) if isinstance(low, int) else rng.uniform(low, high)
+        for name, (low, high) in _DRAWN[kind].items()
+    }
+    return PlannedFault(step=step, kind=kind, **drawn)

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from benchmarks.estimates import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
-from benchmarks.faults.accounting import FaultReport, Gap, Moments, gaps, num_disagreements, pause, report
+from benchmarks.faults.accounting import (
+    Moments,
+    gaps,
+    num_disagreements,
+    num_in_hand,
+    num_quarantined,
+    of_kind,
+    pause,
+    report,
+    sentence_of,
+)
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.results import ResultTable
 from swift_stage2.telemetry.audit import Record
@@ -132,63 +142,48 @@ def kind_reports(
     records: Sequence[Sequence[Record]], faults: Sequence[CommittedFault], account: RunAccount
 ) -> tuple[tuple[KindReport, ...], int]:
     """By kind what became of the faults, and the number of steps on which ranks disagree."""
-    starts = [fault.moments.fault for fault in faults]
-    found: list[_Found] = []
-    for fault, end in zip(faults, [*starts[1:], float("inf")], strict=True):
-        seen = [[record for record in part if record["time"] < end] for part in records]
-        ranks = [gaps(_steps(part)) for part in seen]
-        found.append(
-            _Found(
-                fault,
-                report(seen, account, fault.moments),
-                max(pause(every, [], fault.moments.fault, end).longest_wait_s for every in ranks),
-                max(_longest_step_s(every, fault.moments.fault) for every in ranks),
-            )
-        )
-    kinds = tuple(
-        _kind_report(kind, [each for each in found if each.fault.kind is kind])
-        for kind in FaultKind
-        if any(fault.kind is kind for fault in faults)
-    )
-    return kinds, num_disagreements(records)
+    ends = [*(fault.moments.fault for fault in faults[1:]), float("inf")]
+    found = [_kind_of_one(records, fault, end, account) for fault, end in zip(faults, ends, strict=True)]
+    of_kinds = [[each for each in found if each.kind is kind] for kind in FaultKind]
+    return tuple(map(_together, filter(None, of_kinds))), num_disagreements(records)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What became of one fault."""
-
-    fault: CommittedFault
-    report: FaultReport
-    longest_wait_s: float
-    longest_step_s: float
-
-
-def _longest_step_s(every: Sequence[Gap], fault: float) -> float:
-    around = [gap for gap in every if gap.start + gap.seconds > fault]
-    return max((gap.seconds - gap.syncing_s for gap in around), default=0.0)
-
-
-def _kind_report(kind: FaultKind, found: Sequence[_Found]) -> KindReport:
-    failed: Counter[str] = Counter()
-    for each in found:
-        failed.update(each.report.failed_posts)
-    proofs = [each.report.steps_until_proof for each in found]
+def _kind_of_one(
+    records: Sequence[Sequence[Record]], fault: CommittedFault, end: float, account: RunAccount
+) -> KindReport:
+    """Of one fault, up to ``end``, when the next began."""
+    seen = [[record for record in part if record["time"] < end] for part in records]
+    ranks = [gaps(of_kind(part, "step")) for part in seen]
+    found, began = report(seen, account, fault.moments), fault.moments.fault
+    around = [gap for every in ranks for gap in every if gap.start + gap.seconds > began]
     return KindReport(
-        kind=kind,
-        times=len(found),
-        hangs=sum(each.fault.hung for each in found),
-        longest_wait_s=max(0.0, *(each.longest_wait_s for each in found)),
-        longest_step_s=max(each.longest_step_s for each in found),
-        failed_posts=dict(failed),
-        steps_to_proof=tuple(steps for steps in proofs if steps is not None),
-        unproven_rollouts=sum(each.report.unproven_rollouts for each in found),
+        kind=fault.kind,
+        times=1,
+        hangs=int(fault.hung),
+        longest_wait_s=max(0.0, *(pause(every, [], began, end).longest_wait_s for every in ranks)),
+        longest_step_s=max((gap.seconds - gap.syncing_s for gap in around), default=0.0),
+        failed_posts=found.failed_posts,
+        steps_to_proof=() if found.steps_until_proof is None else (found.steps_until_proof,),
+        unproven_rollouts=found.unproven_rollouts,
+    )
+
+
+def _together(kinds: Sequence[KindReport]) -> KindReport:
+    return KindReport(
+        kind=kinds[0].kind,
+        times=len(kinds),
+        hangs=sum(each.hangs for each in kinds),
+        longest_wait_s=max(each.longest_wait_s for each in kinds),
+        longest_step_s=max(each.longest_step_s for each in kinds),
+        failed_posts=dict(sum((Counter(each.failed_posts) for each in kinds), Counter())),
+        steps_to_proof=tuple(steps for each in kinds for steps in each.steps_to_proof),
+        unproven_rollouts=sum(each.unproven_rollouts for each in kinds),
     )
 
 
 def trends_of(
     records: Sequence[Sequence[Record]], samples: Sequence[RankSample]
 ) -> dict[str, dict[Quantity, Trend | None]]:
-    """By rank, the trend of everything that must stay flat."""
     return {
         str(rank): _trends(part, [s for s in samples if s.rank == rank]) for rank, part in enumerate(records)
     }
@@ -202,7 +197,7 @@ def _trends(records: Sequence[Record], samples: Sequence[RankSample]) -> dict[Qu
         Quantity.THREADS: (steps, [float(sample.num_threads) for sample in samples]),
         Quantity.FDS: (steps, [float(sample.num_fds) for sample in samples]),
     }
-    quiet = [gap for gap in gaps(_steps(records)) if gap.syncing_s == 0]
+    quiet = [gap for gap in gaps(of_kind(records, "step")) if gap.syncing_s == 0]
     for quantity, channel in ((Quantity.A_STEP, "A"), (Quantity.B_STEP, "B")):
         mine = [gap for gap in quiet if gap.channel == channel]
         series[quantity] = ([gap.step for gap in mine], [gap.seconds for gap in mine])
@@ -224,8 +219,7 @@ def num_trained_twice(ledgers: Mapping[int, Sequence[Record]]) -> int:
 def num_lost(account: RunAccount) -> int:
     """Drawn, but neither trained nor quarantined nor in hand."""
     return sum(
-        rank.drawn - rank.trained - sum(rank.quarantined.values()) - sum(rank.in_hand.values())
-        for rank in account.ranks
+        rank.drawn - rank.trained - num_quarantined(rank) - num_in_hand(rank) for rank in account.ranks
     )
 
 
@@ -250,8 +244,7 @@ def parts_of(soak: SoakReport) -> list[ResultTable | str]:
         ],
     )
     notes = [
-        f"Rank {rank.rank}: {rank.drawn} drawn = {rank.trained} trained + {sum(rank.quarantined.values())} quarantined "
-        f"+ {sum(rank.in_hand.values())} in hand; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
+        f"Rank {rank.rank}: {sentence_of(rank)}; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
         "lost."
         for rank in ranks
     ]
@@ -274,7 +267,3 @@ def _trend_cells(each: Trend | None) -> tuple[str, ...]:
         return ("too few", *[""] * 4)
     drift = f"{each.drift:+.3g} ({each.low:+.3g}..{each.high:+.3g})"
     return str(each.num_values), f"{each.median:.4g}", drift, f"{each.tolerated:.3g}", each.verdict
-
-
-def _steps(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record["kind"] == "step"]

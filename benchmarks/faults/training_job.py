@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,14 +20,13 @@ import psutil
 
 from benchmarks.clocks import PLUGINS
 from benchmarks.faults.commit import VARIABLE, Switches
-from benchmarks.faults.server import Leftovers, kill_all, look, tree_of
+from benchmarks.faults.server import Leftovers, command_line, kill_all, look, tree_of
+from benchmarks.learner_job import write_job
+from benchmarks.servers import BenchServers, Found
 from swift_stage2.config import Proof, load_config
-from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, config_of
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import plan_launch
-from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.launch.warden import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
@@ -37,6 +36,7 @@ NUM_RANKS = 2
 _STEPS_THAT_NO_ROW_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
+_TORCHRUN = "torch.distributed.run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,6 @@ class JobSettings:
 
     num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
-    max_inflight_per_server: int = 16
     b_ratio: float = 0.5
     proof: Proof = Proof.AUTO
     swift: Mapping[str, Any] = field(default_factory=dict)
@@ -67,40 +66,29 @@ class TrainingJob:
     def __init__(
         self,
         name: str,
-        job: Job,
-        moment: Callable[[], None],
+        bench: BenchServers,
         directory: Path,
         rows: Path,
         ports: tuple[int, int],
         switches: Switches,
         settings: JobSettings,
     ) -> None:
-        """``moment`` waits a little, and raises when the bench is to end. ``ports`` are those that the learner is
-        told: of HTTP and of the weight group."""
-        self.directory = directory
+        """``ports`` are those that the learner is told: of HTTP and of the weight group."""
+        self.run_dir = directory / "run"
         self.records: list[list[Record]] = [[] for _ in range(settings.num_ranks)]
-        self.group_port = ports[1]
-        self.shared_memory: set[str] = set()
         self.watch: Callable[[], None] = lambda: None
         """Called at every step(), once what was written is taken in."""
-        self._moment = moment
-        config_path = _write_config(directory, rows, ports, settings)
-        plan = plan_launch(
-            load_config(config_path),
-            config_path,
-            {**os.environ, **CHILD_ENVIRONMENT, VARIABLE: str(switches.directory)},
-        )
-        self._config_path = config_path
+        self._bench = bench
+        self._group_port = ports[1]
+        self._config_path = _write_config(directory, rows, ports, settings)
+        environment = {**os.environ, **CHILD_ENVIRONMENT, VARIABLE: str(switches.directory)}
+        learner = plan_launch(load_config(self._config_path), self._config_path, environment).learner
+        assert learner is not None
         self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(settings.num_ranks)]
-        assert plan.learner is not None
-        self._tree: ProcessTree = job.start(replace(plan.learner, name=name))
+        self._tree = bench.job.start(replace(learner, name=name))
         self._seen: list[psutil.Process] = []
+        self._mapped: set[str] = set()
         self._watched_at = 0.0
-
-    @property
-    def run_dir(self) -> Path:
-        """ms-swift's output directory."""
-        return self.directory / "run"
 
     @property
     def exit_status(self) -> int | None:
@@ -109,51 +97,29 @@ class TrainingJob:
 
     @property
     def num_steps(self) -> int:
-        """Steps that rank 0 has begun."""
         return len(self.of_kind("step"))
 
-    def of_kind(self, kind: str, rank: int = 0) -> list[Record]:
-        """One rank's records of one kind, oldest first."""
-        return [record for record in self.records[rank] if record["kind"] == kind]
-
-    def all_of_kind(self, *kinds: str) -> list[Record]:
-        """All ranks' records of some kinds, oldest first."""
-        found = [record for records in self.records for record in records if record["kind"] in kinds]
-        return sorted(found, key=lambda record: float(record["time"]))
+    def of_kind(self, kind: str, since: float = 0.0) -> list[Record]:
+        """Rank 0's records of one kind from a moment on, oldest first."""
+        return [record for record in self.records[0] if record["kind"] == kind and record["time"] >= since]
 
     def step(self) -> None:
         """Waits a moment and takes in what was written."""
-        self._moment()
+        self._bench.moment()
         for tail, records in zip(self._tails, self.records, strict=True):
             records.extend(tail.read())
         if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
             self._watched_at = time.monotonic()
             self._seen = tree_of(self._tree.pid)[1:] or self._seen
-            self.shared_memory |= mapped_by(self._seen)
+            self._mapped |= mapped_by(self._seen)
         self.watch()
 
-    def wait_for(self, holds: Callable[[], object], what: str, timeout_s: float) -> None:
-        """Trains on until something holds.
-
-        Raises:
-            ChildFailed: the learner ended first, or it took too long.
-        """
-        end = time.monotonic() + timeout_s
+    def wait_for(self, holds: Callable[[], Found], what: str, timeout_s: float) -> Found:
+        """Trains on until something holds. Raises ChildFailed: the learner ended first, or it took too long."""
         self.step()
-        while not holds():
-            if self._tree.poll() is not None:
-                raise ChildFailed(
-                    f"the learner must train until {what}, it ended with status {self._tree.poll()}: "
-                    f"{last_cause(self._tree.log_path)}; see {self._tree.log_path}"
-                )
-            if time.monotonic() >= end:
-                raise ChildFailed(
-                    f"{what}: it did not happen within {timeout_s:.0f} s; see {self._tree.log_path}"
-                )
-            self.step()
+        return self._bench.wait_for(holds, what, timeout_s, tree=self._tree, step=self.step)
 
     def wait_for_steps(self, count: int, timeout_s: float = 180.0) -> None:
-        """Trains ``count`` steps more."""
         goal = self.num_steps + count
         self.wait_for(lambda: self.num_steps >= goal, f"{count} more steps", timeout_s)
 
@@ -170,11 +136,10 @@ class TrainingJob:
         for process in self.processes_of(victim) or self.processes_of(Victim.JOB):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        while self._tree.poll() is None:
-            self.step()
-            if time.monotonic() >= started + deadline_s:
-                return None
-        self.step()
+        try:
+            self.wait_until_it_ends(deadline_s)
+        except ChildFailed:
+            return None
         return time.monotonic() - started
 
     def stop(self) -> int:
@@ -184,68 +149,41 @@ class TrainingJob:
         return self.wait_until_it_ends(_STOP_DEADLINE_S)
 
     def wait_until_it_ends(self, timeout_s: float) -> int:
-        """Waits for the whole job; returns its exit status.
-
-        Raises:
-            ChildFailed: it took too long.
-        """
-        end = time.monotonic() + timeout_s
-        while (status := self._tree.poll()) is None:
-            self.step()
-            if time.monotonic() >= end:
-                raise ChildFailed(
-                    f"the learner must end within {timeout_s:.0f} s; see {self._tree.log_path}: "
-                    f"{last_cause(self._tree.log_path)}"
-                )
+        """Waits for the whole job; returns its exit status. Raises ChildFailed when it took too long."""
+        what = f"the learner ends ({self._tree.log_path})"
+        self._bench.wait_for(lambda: self.exit_status is not None, what, timeout_s, step=self.step)
         self.step()
-        return status
+        return self.exit_status or 0
 
     def end(self) -> None:
         """Whatever it takes to be rid of it."""
-        if self._tree.poll() is None:
+        if self.exit_status is None:
             kill_all(lambda: tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
             self._tree.ask_to_end()
-            end = time.monotonic() + _STOP_DEADLINE_S
-            while self._tree.poll() is None and time.monotonic() < end:
-                self._moment()
+            self._bench.wait_for(lambda: self.exit_status is not None, "the learner ends", _STOP_DEADLINE_S)
 
     def processes_of(self, victim: Victim) -> list[psutil.Process]:
         """Those that run now; ranks in order."""
         below = tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
-        ranks = sorted(
-            (process for process in below if _is_rank(process, self._config_path)),
-            key=lambda p: p.create_time(),
-        )
-        match victim:
-            case Victim.RANK_0:
-                return ranks[:1]
-            case Victim.RANK_1:
-                return ranks[1:2]
-            case Victim.BOTH:
-                return ranks
-            case Victim.JOB:
-                return below
+        if victim is Victim.JOB:
+            return below
+        config = str(self._config_path.absolute())
+        commands = {process: command_line(process) for process in below}
+        ranks = [p for p, words in commands.items() if config in words and _TORCHRUN not in words]
+        ranks.sort(key=lambda process: process.create_time())
+        return ranks[{Victim.RANK_0: slice(1), Victim.RANK_1: slice(1, 2)}.get(victim, slice(None))]
 
     def what_is_left(self) -> Leftovers:
         """Of a job that has ended: what it left behind."""
-        return look(self._seen, (self.group_port,), self.shared_memory, patience_s=10.0)
+        return look(self._seen, (self._group_port,), self._mapped, patience_s=10.0)
 
     def account(self) -> RunAccount:
-        """What the ledgers of all ranks come to.
-
-        Raises:
-            ChildFailed: the learner saved no checkpoint when it was stopped.
-        """
+        """What the ledgers of all ranks come to. Raises ChildFailed when the learner left no checkpoint."""
         if not list(self.run_dir.glob("checkpoint-*")):
             raise ChildFailed(
                 f"the learner must save a checkpoint when it is stopped; see {self._tree.log_path}"
             )
         return account_of(read_ledgers([self.run_dir]))
-
-
-def after(records: Iterable[Record], moment: float) -> list[Record]:
-    """Those written at ``moment`` or later."""
-    return [record for record in records if record["time"] >= moment]
 
 
 def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings) -> Path:
@@ -265,36 +203,20 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         b_ratio=settings.b_ratio,
         num_ranks=settings.num_ranks,
         plugins=(PLUGINS / "faults.py",),
+        temperature=0.01,
+        max_new_tokens=100,
         swift=swift,
     )
-    config = config_of(job, ports)
-    del config["launch"]["servers"]
-    config["stage2_ab"]["channel_b"] |= {
+    channel_b = {
         "max_truncated_ratio": 1.0,
         "packing": {"packing_length": 256, "packing_min_fill_ratio": 0.5},
-        "prefetch": {
-            "queue_limit": 6,
-            "version_window": 3,
-            "sync_every_steps": 4,
-            "prefetch_target_packs": 4,
-        },
+        "prefetch": {"queue_limit": 6, "version_window": 3},
     }
-    config["rollout"] |= {
-        "decoding": {"max_new_tokens": 100},
-        "max_inflight_per_server": settings.max_inflight_per_server,
+    rollout = {
+        "decoding": {"top_p": 1.0},
+        "max_inflight_per_server": 16,
         "request_timeout_s": settings.request_timeout_s,
         "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value},
     }
-    config["control_timeout_s"] = 240.0 + settings.request_timeout_s
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.yaml"
-    path.write_text(write_yaml(config), encoding="utf-8")
-    return path
-
-
-def _is_rank(process: psutil.Process, config_path: Path) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-    return str(config_path.absolute()) in command and "torch.distributed.run" not in command
+    changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
+    return write_job(job, ports, changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})

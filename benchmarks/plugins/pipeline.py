@@ -89,7 +89,6 @@ class InlinePipeline(Pipeline):
 
     @property
     def next_step(self) -> int:
-        """The step that is being planned."""
         return 0 if self._latest is None else self._latest.step + 1
 
     def observe(self, view: StepView) -> None:

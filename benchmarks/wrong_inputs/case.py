@@ -29,7 +29,7 @@ _IMAGES = "images"
 
 
 @dataclass(slots=True)
-class Scene:
+class Setup:
     """A job that is right in every part. ``save`` writes it into ``folder``, ``files`` last: they replace others."""
 
     folder: Path
@@ -51,7 +51,6 @@ class Scene:
         section[int(key) if isinstance(section, list) else key] = value
 
     def image(self, index: int = 0) -> Path:
-        """The file of a row's image."""
         return self.folder / str(self.rows[index]["images"][0])
 
     def save(self) -> None:
@@ -67,7 +66,7 @@ class Scene:
         path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
 
 
-class SceneMaker:
+class SetupMaker:
     """Makes scenes from one data set that is written once."""
 
     def __init__(self, directory: Path, foreign_port: int, free_port: int) -> None:
@@ -77,7 +76,7 @@ class SceneMaker:
         self._lines = file.read_text(encoding="utf-8").splitlines()
         file.unlink()
 
-    def make(self, folder: Path) -> Scene:
+    def make(self, folder: Path) -> Setup:
         """A scene in ``folder``, which this call creates. Images are named relative to it."""
         shutil.copytree(self._images, folder / _IMAGES)
         rows = [json.loads(line) for line in self._lines]
@@ -88,14 +87,14 @@ class SceneMaker:
         config = config_of(job, (free_port, free_port + 1))
         config["swift"] |= {"output_dir": RUN_DIR, "dataset": [ROWS_FILE]}
         environment = {**CHILD_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-        return Scene(folder, config, rows, foreign_port, free_port, environment=environment)
+        return Setup(folder, config, rows, foreign_port, free_port, environment=environment)
 
 
-Spoil = Callable[[Scene], object]
+Spoil = Callable[[Setup], object]
 """Changes a scene before it is written."""
 
 
-def as_it_is(scene: Scene) -> None:
+def as_it_is(scene: Setup) -> None:
     """What is wrong is the command line."""
 
 
@@ -117,7 +116,6 @@ class Case:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the command."""
         return tuple(shlex.split(self.command))
 
     def problems(self, status: int | None, output: str) -> tuple[str, ...]:

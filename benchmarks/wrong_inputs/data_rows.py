@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case, Scene, Spoil, holding, placed
+from benchmarks.wrong_inputs.case import DATA, DOCTOR, LAUNCH, Case, Setup, Spoil, holding, placed
 from swift_stage2.demo.grounding_dataset import ROWS_FILE
 
 _BAD = 3
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def _lines(change: Callable[[list[str]], None]) -> Spoil:
-    def spoil(scene: Scene) -> None:
+    def spoil(scene: Setup) -> None:
         lines = [json.dumps(row) for row in scene.rows]
         change(lines)
         scene.files[ROWS_FILE] = "\n".join(lines) + "\n"
@@ -61,7 +61,7 @@ def _label(label: Any) -> Spoil:
 
 
 def _bytes(change: Callable[[bytes], bytes]) -> Spoil:
-    def spoil(scene: Scene) -> None:
+    def spoil(scene: Setup) -> None:
         image = scene.image(_BAD)
         image.write_bytes(change(image.read_bytes()))
 
@@ -208,11 +208,11 @@ def data_cases() -> Iterator[Case]:
     yield from _named()
 
 
-def _write(scene: Scene, content: str | bytes) -> None:
+def _write(scene: Setup, content: str | bytes) -> None:
     scene.files[ROWS_FILE] = content
 
 
-def _encode(scene: Scene, code: str) -> None:
+def _encode(scene: Setup, code: str) -> None:
     scene.rows[0]["objects"]["ref"][0] = "café"
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scene.rows)
     _write(scene, text.encode(code))

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import swift_stage2
 from benchmarks.results import ResultTable, publish
-from benchmarks.wrong_inputs.case import Case, SceneMaker
+from benchmarks.wrong_inputs.case import Case, SetupMaker
 from benchmarks.wrong_inputs.data_rows import data_cases
 from benchmarks.wrong_inputs.settings import setting_cases
 from benchmarks.wrong_inputs.surroundings import surrounding_cases
@@ -37,18 +36,8 @@ _DEADLINE_S = 240.0
 _END_GRACE_S = 20.0
 _ROOT = Path(swift_stage2.__file__).parents[1]
 _SHOWN_CHARACTERS = 300
-_NAME = "wrong_inputs"
-_OWN_ENVIRONMENT = (
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "SWIFT_ROLLOUT_API_KEY",
-        "PYTHONSAFEPATH",
-    ),
-)
+_TORCHRUN_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOT_PASSED_ON = (*_TORCHRUN_SETS, "SWIFT_ROLLOUT_API_KEY", "PYTHONSAFEPATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,6 @@ class Met:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What must not be."""
         return self.case.problems(self.status, self.output)
 
     @property
@@ -73,11 +61,6 @@ class Met:
         line = re.sub(r"/tmp/\S*?/case-\d+", "…", line).replace(str(_ROOT), "…")
         line = re.sub(r"[^\x20-\x7e…–’“”]", "?", line)  # a table must stay readable whatever was echoed
         return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS].rpartition(' ')[0]} …"
-
-
-def all_cases() -> list[Case]:
-    """Every kind of wrong input."""
-    return [*setting_cases(), *data_cases(), *surrounding_cases()]
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:
@@ -93,7 +76,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         tempfile.TemporaryDirectory(prefix="swift-stage2-wrong-inputs-") as scratch,
         _foreign_server() as port,
     ):
-        maker = SceneMaker(Path(scratch), port, free_ports(1)[0])
+        maker = SetupMaker(Path(scratch), port, free_ports(1)[0])
         folders = [Path(scratch) / f"case-{number}" for number in range(len(cases))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="wrong-input") as pool:
             met = []
@@ -105,12 +88,12 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     return EXIT_PROBLEMS if any(one.problems for one in met) else 0
 
 
-def meet(maker: SceneMaker, case: Case, folder: Path) -> Met:
+def meet(maker: SetupMaker, case: Case, folder: Path) -> Met:
     """Makes the scene, spoils it, and runs the command in it."""
     scene = maker.make(folder)
     case.spoil(scene)
     scene.save()
-    outer = {name: value for name, value in os.environ.items() if name not in _OWN_ENVIRONMENT}
+    outer = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     process = subprocess.Popen(
         [sys.executable, "-m", "swift_stage2", *case.words],
         cwd=folder,
@@ -120,42 +103,30 @@ def meet(maker: SceneMaker, case: Case, folder: Path) -> Met:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    status: int | None = None
     try:
         told, _ = process.communicate(timeout=_DEADLINE_S)
-        status: int | None = process.returncode
+        status = process.returncode
     except subprocess.TimeoutExpired:
-        told, status = _end(process), None
+        process.send_signal(signal.SIGTERM)
+        try:
+            told, _ = process.communicate(timeout=_END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            told, _ = process.communicate(timeout=_END_GRACE_S)
     return Met(case, status, told.decode("utf-8", "replace"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> bytes:
-    """Asks the process to end, then kills its group; returns what it printed."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        told, _ = process.communicate(timeout=_END_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        told, _ = process.communicate(timeout=_END_GRACE_S)
-    return told
-
-
 def _publish(directory: Path, met: Sequence[Met]) -> None:
-    num_problems = sum(bool(one.problems) for one in met)
-    areas = Counter(one.case.area for one in met)
-    wrong = Counter(one.case.area for one in met if one.problems)
-    summary = ResultTable(
-        f"# Wrong inputs: {len(met)} kinds, {len(met) - num_problems} told as they should",
-        ("area", "kinds", "as they should"),
-        tuple((area, str(number), str(number - wrong[area])) for area, number in areas.items()),
-    )
-    tables = [
-        ResultTable(
-            f"## {area}",
-            ("what is wrong", "command", "exit status", "what it says", "problems"),
-            tuple(_cells(one) for one in met if one.case.area == area),
-        )
-        for area in areas
-    ]
+    counted, tables = [], []
+    for area in dict.fromkeys(one.case.area for one in met):
+        of_area = [one for one in met if one.case.area == area]
+        good = sum(not one.problems for one in of_area)
+        counted.append((area, str(len(of_area)), str(good)))
+        columns = ("what is wrong", "command", "exit status", "what it says", "problems")
+        tables.append(ResultTable(f"## {area}", columns, [_cells(one) for one in of_area]))
+    num_good = sum(not one.problems for one in met)
+    title = f"# Wrong inputs: {len(met)} kinds, {num_good} told as they should"
     facts = [
         {
             "area": one.case.area,
@@ -167,7 +138,8 @@ def _publish(directory: Path, met: Sequence[Met]) -> None:
         }
         for one in met
     ]
-    publish(directory, _NAME, facts, summary, *tables)
+    summary = ResultTable(title, ("area", "kinds", "as they should"), counted)
+    publish(directory, "wrong_inputs", facts, summary, *tables)
 
 
 def _cells(one: Met) -> tuple[str, ...]:
@@ -181,9 +153,10 @@ def _without_root(text: str) -> str:
 
 
 def _chosen(only: str) -> list[Case]:
-    cases = [case for case in all_cases() if only in f"{case.area}: {case.wrong}"]
+    known = [*setting_cases(), *data_cases(), *surrounding_cases()]
+    cases = [case for case in known if only in f"{case.area}: {case.wrong}"]
     if not cases:
-        areas = ", ".join(dict.fromkeys(case.area for case in all_cases()))
+        areas = ", ".join(dict.fromkeys(case.area for case in known))
         raise UserError(f"--only must be part of a case's name, got {only!r}; the areas are {areas}")
     return cases
 

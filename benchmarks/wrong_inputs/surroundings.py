@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.wrong_inputs.case import DOCTOR, LAUNCH, RUN_DIR, TRAIN, Case, Scene, Spoil, holding, placed
+from benchmarks.wrong_inputs.case import DOCTOR, LAUNCH, RUN_DIR, TRAIN, Case, Setup, Spoil, holding, placed
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE
 
 _COPY = "model"
@@ -28,7 +28,7 @@ def surrounding_cases() -> Iterator[Case]:
 def _copied(change: Callable[[Path], object]) -> Spoil:
     """The scene's model is a copy of the tiny one, which ``change`` damages."""
 
-    def spoil(scene: Scene) -> None:
+    def spoil(scene: Setup) -> None:
         shutil.copytree(STAGE1, scene.folder / _COPY)
         change(scene.folder / _COPY)
         scene.set("swift.model", _COPY)
@@ -97,7 +97,7 @@ def _servers() -> Iterator[Case]:
     case = partial(Case, "servers")
 
     def elsewhere(port: str) -> Spoil:
-        def spoil(scene: Scene) -> None:
+        def spoil(scene: Setup) -> None:
             scene.config.pop("launch", None)
             scene.set(_BASE_URL, f"http://127.0.0.1:{getattr(scene, port)}")
             scene.set("rollout.start_timeout_s", 3)
@@ -117,10 +117,10 @@ def _servers() -> Iterator[Case]:
         "a web server on the port, met by train", "an answer of another program", TRAIN, foreign, (2,), never
     )
 
-    def taken(scene: Scene) -> None:
+    def taken(scene: Setup) -> None:
         scene.set(_BASE_URL, f"http://127.0.0.1:{scene.foreign_port}")
 
-    def group_taken(scene: Scene) -> None:
+    def group_taken(scene: Setup) -> None:
         scene.set("rollout.servers.0.group_port", scene.foreign_port)
 
     unknown = placed(_BASE_URL, "http://no-such-host.invalid:8000")
@@ -275,11 +275,11 @@ def _environment() -> Iterator[Case]:
     key = having(SWIFT_ROLLOUT_API_KEY="two words")
     yield case("a key with a space in it", "cannot be a bearer token", DOCTOR, key, (1,), "two words")
 
-    def copied_with_gpu(scene: Scene) -> None:
+    def copied_with_gpu(scene: Setup) -> None:
         _copied(lambda model: None)(scene)
         scene.environment["CUDA_VISIBLE_DEVICES"] = "901"
 
-    def trained_with_gpu(scene: Scene) -> None:
+    def trained_with_gpu(scene: Setup) -> None:
         scene.config["swift"].pop("use_cpu")
         scene.environment["CUDA_VISIBLE_DEVICES"] = "901"
 

@@ -39,8 +39,8 @@ def test_every_bench_has_a_plan() -> None:
 @pytest.mark.parametrize("name", PLAN)
 @pytest.mark.parametrize("kind", ["full", "quick", "without_vllm"])
 def test_every_plan_asks_what_its_bench_understands(name: str, kind: str) -> None:
-    options = parse(name, BENCHES[name], (getattr(PLAN[name], kind) or PLAN[name].full).split())
-    module = importlib.import_module(f"benchmarks.{BENCHES[name].module}")
+    options = parse(BENCHES[name], (getattr(PLAN[name], kind) or PLAN[name].full).split())
+    module = importlib.import_module(BENCHES[name].path)
     if hasattr(module, "check") and not PLAN[name].needs_vllm:
         module.check(options)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import command
 from benchmarks.attacks import answers
-from benchmarks.attacks.result import AttackResult
+from benchmarks.attacks.run import AttackResult
 
 
 @pytest.mark.parametrize(("end", "status"), [("fault", 0), ("traceback", 1), ("hang", 1), ("accepted", 1)])

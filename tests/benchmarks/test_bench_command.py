@@ -103,7 +103,7 @@ def test_every_bench_tells_its_options_and_exit_statuses(
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_can_be_run(name: str) -> None:
-    module = importlib.import_module(f"benchmarks.{BENCHES[name].module}")
+    module = importlib.import_module(BENCHES[name].path)
     assert callable(module.run)
 
 
@@ -171,7 +171,7 @@ def test_a_misspelt_word_names_the_nearest(words: str, near: str, capsys: pytest
 def test_a_child_that_failed_is_one_line_and_status_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(f"benchmarks.{BENCHES['overhead'].module}")
+    module = importlib.import_module(BENCHES["overhead"].path)
 
     def fail(options: object, directory: Path) -> int:
         raise ChildFailed("plain ended with status 1: no luck; see /tmp/log")

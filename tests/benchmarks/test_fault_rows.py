@@ -17,21 +17,20 @@ from PIL import Image
 from benchmarks import benches
 from benchmarks.faults.bench import POISON_POSITION, write_poisonous_rows
 from benchmarks.faults.commit import Switches
-from benchmarks.faults.rows import ORDER, ROWS
+from benchmarks.faults.rows import ROWS
 from benchmarks.faults.server import kill_all, lasting_port, look, tree_of
-from benchmarks.servers import ServerKind
+from benchmarks.servers import BenchServers, ServerKind
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.demo.demo_config import held_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.warden import mapped_by
 
 
-def test_every_row_has_its_turn() -> None:
-    names = [row.name for row in ROWS]
-    assert sorted(ORDER) == sorted(names)
-    assert tuple(names) == benches.ROWS
-    assert len(set(names)) == len(names)
+def test_every_row_is_offered_by_its_name() -> None:
+    assert tuple(row.name for row in ROWS) == benches.ROWS
+    assert len(set(benches.ROWS)) == len(ROWS)
 
 
 def test_what_a_server_cannot_suffer_is_said_and_not_tried() -> None:
@@ -61,6 +60,14 @@ def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> N
     lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert port < lowest
     assert not held_ports((port,))
+
+
+def test_a_wait_returns_what_it_waited_for_and_says_what_did_not_come(tmp_path: Path) -> None:
+    found: list[int] = []
+    servers = BenchServers(tmp_path)
+    assert servers.wait_for(lambda: found, "a number", 60.0, step=lambda: found.append(7)) == [7]
+    with pytest.raises(ChildFailed, match="a miracle: it did not happen within 0 s"):
+        servers.wait_for(lambda: None, "a miracle", 0.0, step=lambda: None)
 
 
 def test_a_switch_is_seen_by_another_process(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.learning import Arm, learning_table, plan_jobs
+from benchmarks.learning import LearningArm, learning_table, plan_jobs
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -12,9 +12,9 @@ def _score(f1: float) -> DetectionScore:
     return DetectionScore(precision=f1, recall=f1, f1=f1, mean_iou=0.5, num_images=128)
 
 
-def _arm(b_ratio: float, seed: int, f1: float) -> Arm:
+def _arm(b_ratio: float, seed: int, f1: float) -> LearningArm:
     wanted = int(100 * b_ratio)
-    return Arm(
+    return LearningArm(
         b_ratio=b_ratio,
         seed=seed,
         num_steps=100,
@@ -44,7 +44,7 @@ def test_every_seed_is_scored_on_the_same_scenes(tmp_path: Path) -> None:
         assert image.read_bytes() == (second / image.name).read_bytes()
 
 
-def _text(arms: list[Arm]) -> str:
+def _text(arms: list[LearningArm]) -> str:
     return learning_table(_score(0.2), arms).markdown()
 
 

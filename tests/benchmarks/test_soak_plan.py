@@ -26,7 +26,7 @@ kill_rooms = st.integers(ROOM_STEPS, 300)
 
 
 def plan(seed: int, num_steps: int, kill_room: int = 100) -> tuple[PlannedFault, ...]:
-    return plan_faults(seed, num_steps, num_ranks=2, kill_room_steps=kill_room)
+    return plan_faults(seed, num_steps, kill_room_steps=kill_room)
 
 
 @given(seeds, st.integers(FEWEST_STEPS, 5000), kill_rooms)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.attacks.answer_targets import AnswerTargets, serving
+from benchmarks.attacks.answers import AnswerTargets, serving
 from benchmarks.attacks.hostile_server import HostileServer, odd_answer
-from benchmarks.attacks.result import FORBIDDEN
+from benchmarks.attacks.run import FORBIDDEN
 from swift_stage2.process.background import BackgroundFailures
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))

@@ -13,7 +13,7 @@ from live_server import free_port
 
 from benchmarks.clocks import since
 from benchmarks.learner_job import Arm, run_grpo
-from benchmarks.peer import LoopArm, loop_of
+from benchmarks.peer import LearnerLoop, LoopArm
 from benchmarks.servers import BenchServers, start_stand_in
 from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
@@ -93,7 +93,7 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
         arm = Arm(name="peer", directory=tmp_path / "peer", rows=rows, num_steps=NUM_STEPS, ports=ports)
         clock = run_grpo(children, arm, asynchronous=False)
     in_rollout, in_push = (since(clock, name, 1) for name in ("rollout_ns", "push_ns"))
-    loop = loop_of(
+    loop = LearnerLoop.of(
         LoopArm.PEER_INLINE,
         clock,
         1,
