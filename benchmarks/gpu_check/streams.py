@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.measuring import synchronise
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.errors import CheckFailed, ServerFault
-from swift_stage2.gpu_check.measuring import synchronise
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.transport import StockTransport

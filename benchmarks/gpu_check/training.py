@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.gpu_check.job import account, start_learner, start_server, write_job
+from benchmarks.gpu_check.models import WIDE_4_LAYERS, checkpoint
+from benchmarks.gpu_check.processes import StageProcesses
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.errors import CheckFailed, CheckSkipped
-from swift_stage2.gpu_check.job import account, start_learner, start_server, write_job
-from swift_stage2.gpu_check.models import WIDE_4_LAYERS, checkpoint
-from swift_stage2.gpu_check.processes import StageProcesses
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.telemetry.audit import audit_path
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.demo.tiny_model import (
     IMAGE_TOKEN_ID,
     VIDEO_TOKEN_ID,
@@ -22,7 +23,6 @@ from swift_stage2.demo.tiny_model import (
     build_tokenizer,
     save_model,
 )
-from swift_stage2.gpu_check.stage import Context
 
 _ROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
 _VISION = {

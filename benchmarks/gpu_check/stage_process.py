@@ -16,14 +16,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.gpu_check.stage import STAGES, Context, FigureLog, Stage, Status, one_line
 from swift_stage2.errors import CheckSkipped
-from swift_stage2.gpu_check.stage import STAGES, Context, FigureLog, Stage, Status, one_line
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, adopt_orphans
 from swift_stage2.launch.stop_signals import StopSignals
 from swift_stage2.whole_file import write_whole
 
-PROGRAM = "swift_stage2.gpu_check.stage_process"
+PROGRAM = "benchmarks.gpu_check.stage_process"
 FIGURES_FILE = "figures.json"
 _RECORD_FILE = "record.json"
 _SIGNALLED = 128

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.gpu_check.models import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
 from swift_stage2.demo.tiny_model import build_model
-from swift_stage2.gpu_check.models import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
 
 
 def _num_parameters(shape: ModelShape) -> int:

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.processes import Server, StageProcesses
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.config import load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE, DemoJob, config_of, free_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import CheckFailed
-from swift_stage2.gpu_check.processes import Server, StageProcesses
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.telemetry.summary import RunSummary, summarise
 

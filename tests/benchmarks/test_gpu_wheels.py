@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_check.wheels import PINNED, install_missing
 from swift_stage2.errors import UserError
-from swift_stage2.gpu_check.wheels import PINNED, install_missing
 
 
 def _wheel(folder: Path, name: str) -> None:

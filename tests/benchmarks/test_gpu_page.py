@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift_stage2.gpu_check.report import page
+from benchmarks.gpu_check.report import page
 
 
 def _stage(name: str, status: str = "passed", why: str = "", **figures: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.measuring import synchronise, timed
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.errors import CheckFailed
-from swift_stage2.gpu_check.measuring import synchronise, timed
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.weights.checksum import checksum_tensor
 
 _BYTES = 1 << 30
@@ -119,7 +119,7 @@ def _read_elsewhere(where: dict[str, Any], *descriptors: int) -> dict[str, Any]:
     """Asks a process of its own about these bytes; ``run`` ends and reaps it on every path."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "swift_stage2.gpu_check.handover"],
+            [sys.executable, "-m", "benchmarks.gpu_check.handover"],
             input=json.dumps(where),
             capture_output=True,
             text=True,

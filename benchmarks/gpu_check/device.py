@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.gpu_check.measuring import timed
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.errors import CheckFailed
-from swift_stage2.gpu_check.measuring import timed
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.weights.checksum import all_finite, checksum_tensor
 
 _PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
@@ -19,7 +20,6 @@ from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import CheckFailed, ConfigError
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.records import Sample, SampleKey
 

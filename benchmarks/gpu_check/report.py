@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.gpu_check.stage import Status
+from benchmarks.gpu_check.stage import Status
 from swift_stage2.whole_file import write_whole
 
 JSON_FILE = "gpu-check.json"

@@ -1,6 +1,6 @@
 """Shows what only a GPU can, in ten minutes, without network or weights from a hub: one JSON and one page.
 
-    run             swift-stage2 gpu-check: every stage in a process of its own, one after the other
+    command         swift-stage2 gpu-check: every stage in a process of its own, one after the other
     report          what was found so far, as JSON and as Markdown
     stage           all stages in order; what one is given and leaves behind
     stage_process   one stage's process: started and followed, and what runs in it

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks.gpu_check import wheels
+from benchmarks.gpu_check.report import JSON_FILE, PAGE_FILE, Report
+from benchmarks.gpu_check.stage import STAGES, FigureLog, Stage, Status
 from swift_stage2.errors import UserError
-from swift_stage2.gpu_check import wheels
-from swift_stage2.gpu_check.report import JSON_FILE, PAGE_FILE, Report
-from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
@@ -84,7 +84,7 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the record of one stage, which is skipped when its time is over. Raises as ``run_child``."""
     # Needs psutil, which --wheels may have to bring; so not before.
-    from swift_stage2.gpu_check.stage_process import FIGURES_FILE, run_child
+    from benchmarks.gpu_check.stage_process import FIGURES_FILE, run_child
 
     print(f"{stage.name} …", flush=True)
     results = logs / stage.name

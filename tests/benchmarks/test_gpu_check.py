@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.gpu_check import command, stage_process
+from benchmarks.gpu_check.processes import StageProcesses
+from benchmarks.gpu_check.stage import STAGES, FigureLog, Stage, Status
 from swift_stage2.errors import CheckFailed, UserError
-from swift_stage2.gpu_check import run, stage_process
-from swift_stage2.gpu_check.processes import StageProcesses
-from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
 from swift_stage2.run_directory.claim import claim_directory
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def _check(directory: Path, *options: str) -> tuple[int, dict[str, Any], str]:
         env=os.environ | {"PYTHON": sys.executable},
         check=False,
     )
-    return done.returncode, json.loads((directory / run.JSON_FILE).read_text()), done.stdout + done.stderr
+    return done.returncode, json.loads((directory / command.JSON_FILE).read_text()), done.stdout + done.stderr
 
 
 def _end(report: dict[str, Any], name: str) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def test_skipped_stages_fail_no_check_and_the_page_says_it_is_a_rehearsal(
     status, report, _, directory = short
     assert status == 0
     assert report["finished"]
-    text = (directory / run.PAGE_FILE).read_text()
+    text = (directory / command.PAGE_FILE).read_text()
     assert "No figure on this page says anything about a GPU" in text
     assert "H100" not in text
 
@@ -126,8 +126,8 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
     (tmp_path / "bad_stage.py").write_text(BAD_STAGES)
     starter = (
         "import sys\n"
-        "from swift_stage2.gpu_check import stage_process\n"
-        "from swift_stage2.gpu_check.stage import Stage\n"
+        "from benchmarks.gpu_check import stage_process\n"
+        "from benchmarks.gpu_check.stage import Stage\n"
         f"stage = Stage(name='bad', proves='', work='bad_stage:run', weight=1, arguments={{'how': {how!r}}})\n"
         "stage_process.STAGES = (stage,)\n"
         "sys.exit(stage_process.main(sys.argv[1:]))\n"
@@ -185,7 +185,7 @@ def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
     elapsed_s = 0.0
     given = []
     for index, stage in enumerate(STAGES):
-        deadline_s = run.time_for(stage, STAGES[index:], total_s - 60.0 - elapsed_s)
+        deadline_s = command.time_for(stage, STAGES[index:], total_s - 60.0 - elapsed_s)
         given.append(deadline_s)
         elapsed_s += 0.0 if deadline_s is None else deadline_s + overrun_s
     assert elapsed_s <= total_s
@@ -194,9 +194,9 @@ def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
 
 
 def test_a_stage_that_has_no_time_left_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "time_for", lambda *_: None)
-    assert run.main(["--rehearse", "--stages", "machine", "--output", str(tmp_path / "check")]) == 0
-    report = json.loads((tmp_path / "check" / run.JSON_FILE).read_text())
+    monkeypatch.setattr(command, "time_for", lambda *_: None)
+    assert command.main(["--rehearse", "--stages", "machine", "--output", str(tmp_path / "check")]) == 0
+    report = json.loads((tmp_path / "check" / command.JSON_FILE).read_text())
     assert _end(report, "machine") == ("skipped", "too little of --deadline-s 600 is left")
 
 
@@ -204,30 +204,32 @@ def _program(patch: str, options: list[str], **environment: str) -> subprocess.C
     """Runs the command after ``patch`` in a process of its own."""
     code = (
         f"import os, signal, sys\n{patch}\n"
-        "from swift_stage2 import cli\nsys.exit(cli.main(['gpu-check', *sys.argv[1:]]))"
+        "from swift_stage2.cli import ended\nfrom benchmarks.gpu_check.command import main\n"
+        "sys.exit(ended('gpu-check', lambda: main(sys.argv[1:])))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, *options],
-        capture_output=True, text=True, timeout=300, env=os.environ | environment, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
     )  # fmt: skip
 
 
 def test_a_signal_between_stages_leaves_the_page_and_nothing_else(tmp_path: Path) -> None:
     patch = """
-from swift_stage2.gpu_check import run
-add = run.Report.add
+from benchmarks.gpu_check import command
+add = command.Report.add
 def add_and_signal(self, record, *, finished):
     add(self, record, finished=finished)
     os.kill(os.getpid(), signal.SIGTERM)
-run.Report.add = add_and_signal
+command.Report.add = add_and_signal
 """
     (tmp_path / "scratch").mkdir()
     words = ["--rehearse", "--stages", "arithmetic", "--output", str(tmp_path / "check")]
     done = _program(patch, words, TMPDIR=str(tmp_path / "scratch"))
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert not list((tmp_path / "scratch").glob("swift-stage2-*"))
-    assert "| machine | passed |" in (tmp_path / "check" / run.PAGE_FILE).read_text()
-    assert "The check was interrupted" in (tmp_path / "check" / run.PAGE_FILE).read_text()
+    assert "| machine | passed |" in (tmp_path / "check" / command.PAGE_FILE).read_text()
+    assert "The check was interrupted" in (tmp_path / "check" / command.PAGE_FILE).read_text()
 
 
 def test_a_signal_ends_the_wait_for_a_learner_and_the_learner(tmp_path: Path) -> None:
@@ -272,19 +274,19 @@ def test_a_learner_that_is_late_or_ends_badly_fails_the_stage(tmp_path: Path) ->
 )
 def test_a_wrong_option_is_the_users_mistake(options: list[str], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        run.main(options)
+        command.main(options)
 
 
 def test_a_machine_without_a_gpu_is_told_in_one_line_and_an_earlier_page_stays(tmp_path: Path) -> None:
-    earlier = tmp_path / "check" / run.PAGE_FILE
+    earlier = tmp_path / "check" / command.PAGE_FILE
     claim_directory(earlier.parent, keep=False)
     earlier.write_text("of yesterday")
     done = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "gpu-check", "--output", tmp_path / "check"],
+        [ROOT / "scripts" / "gpu-check", "--output", tmp_path / "check"],
         capture_output=True,
         text=True,
         timeout=200,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable},
         check=False,
     )
     assert done.returncode == 2

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.gpu_check.processes import Server, StageProcesses
+from benchmarks.gpu_check.stage import Context
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, free_ports, server_entry
 from swift_stage2.errors import CheckFailed, CheckSkipped
-from swift_stage2.gpu_check.processes import Server, StageProcesses
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from swift_stage2.errors import CheckFailed
-from swift_stage2.gpu_check.measuring import free_memory, peak_gib, timed
-from swift_stage2.gpu_check.models import (
+from benchmarks.gpu_check.measuring import free_memory, peak_gib, timed
+from benchmarks.gpu_check.models import (
     QWEN25_VL_3B,
     QWEN25_VL_7B,
     TINY,
@@ -23,7 +22,8 @@ from swift_stage2.gpu_check.models import (
     make_model,
     make_qwen3_vl,
 )
-from swift_stage2.gpu_check.stage import Context
+from benchmarks.gpu_check.stage import Context
+from swift_stage2.errors import CheckFailed
 from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.export import WeightExport
 

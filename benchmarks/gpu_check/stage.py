@@ -37,7 +37,7 @@ class Stage:
     """Further keyword arguments of the function."""
 
 
-_HERE = "swift_stage2.gpu_check"
+_HERE = "benchmarks.gpu_check"
 _SWIFT = ("swift", "datasets", "peft", "fastapi", "uvicorn")
 
 STAGES = (
