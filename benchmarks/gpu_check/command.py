@@ -21,8 +21,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.gpu_check import wheels
-from benchmarks.gpu_check.report import JSON_FILE, PAGE_FILE, Report
-from benchmarks.gpu_check.stage import STAGES, FigureLog, Stage, Status
+from benchmarks.gpu_check.stage import JSON_FILE, PAGE_FILE, STAGES, FigureLog, Report, Stage, Status
 from swift_stage2.errors import UserError
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser

@@ -1,18 +1,56 @@
-"""Stages *machine* and *arithmetic*: what device every figure belongs to, and that it computes what the CPU does."""
+"""The check's device: timing and memory on it, and stages *machine* and *arithmetic*.
+
+They say what device every figure belongs to, and that it computes what the CPU does.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
-from benchmarks.gpu_check.measuring import timed
 from benchmarks.gpu_check.stage import Context
 from swift_stage2.errors import CheckFailed
 from swift_stage2.weights.checksum import all_finite, checksum_tensor
+
+_GIB = 1 << 30
+
+ResultT = TypeVar("ResultT")
+
+
+def synchronise(device: str) -> None:
+    """Waits until the device has done all that was queued."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: str, work: Callable[[], ResultT]) -> tuple[ResultT, float]:
+    """Returns the result of ``work``, and its seconds with all that it queued."""
+    synchronise(device)
+    started = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return result, time.perf_counter() - started
+
+
+def free_memory(device: str) -> None:
+    """Gives back what nobody holds any more, and starts a new peak."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: str) -> float:
+    """The most that tensors held on the GPU since ``free_memory``, GiB; 0 on the CPU, where nothing counts it."""
+    return 0.0 if device == "cpu" else torch.cuda.max_memory_allocated(device) / _GIB
+
 
 _PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
@@ -21,7 +59,6 @@ _REAL_SHAPES = ((2048,), (3420, 1280), (11_008, 2048), (151_936, 2048))
 _REHEARSED_SHAPES = ((96,), (256, 96), (1301, 128))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _REPEATS = 5
-_GIB = 1 << 30
 
 
 def machine(context: Context) -> None:

@@ -1,12 +1,17 @@
-"""Every stage in the order in which they run, cheap ones first; what one is given and the figures that it leaves."""
+"""Every stage in the order in which they run, cheap ones first; what one is given, and the page of what they found.
+
+``gpu-check.json`` and ``gpu-check.md`` are written with every stage; its figures as they come.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.whole_file import write_whole
 
@@ -45,15 +50,15 @@ STAGES = (
           proves="what device and which packages are there"),
     Stage("arithmetic", 3, f"{_HERE}.device:arithmetic",
           proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
-    Stage("real-shapes", 6, f"{_HERE}.real_sizes:shapes", needs=("transformers",),
+    Stage("real-shapes", 6, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
           proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
-    Stage("isolation", 6, f"{_HERE}.isolation:run", needs=_SWIFT,
+    Stage("isolation", 6, f"{_HERE}.training:isolation", needs=_SWIFT,
           proves="packed segments do not see each other, and an injected leak is seen"),
-    Stage("streams", 3, f"{_HERE}.streams:run",
+    Stage("streams", 3, f"{_HERE}.transfers:streams",
           proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
-    Stage("round-memory", 7, f"{_HERE}.real_sizes:round_memory", needs=("transformers", "peft"),
+    Stage("round-memory", 7, f"{_HERE}.real_shapes:round_memory", needs=("transformers", "peft"),
           proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
-    Stage("handover", 4, f"{_HERE}.handover:run",
+    Stage("handover", 4, f"{_HERE}.transfers:handover",
           proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
     Stage("learner-lora", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},
           proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
@@ -114,3 +119,79 @@ def one_line(text: str, limit: int = 300) -> str:
     """Text without breaks, and not longer than a row of a table bears."""
     whole = " ".join(text.split())
     return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
+
+
+JSON_FILE = "gpu-check.json"
+PAGE_FILE = "gpu-check.md"
+
+
+class Report:
+    """Collects the findings so far and writes both files with every stage."""
+
+    def __init__(self, directory: Path, *, rehearsal: bool, started: float) -> None:
+        self.directory = directory
+        self._rehearsal = rehearsal
+        self._started = started
+        self._records: list[dict[str, Any]] = []
+
+    @property
+    def num_failed(self) -> int:
+        """Stages that failed."""
+        return sum(record["status"] == Status.FAILED for record in self._records)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the check began."""
+        return time.monotonic() - self._started
+
+    def add(self, record: dict[str, Any], *, finished: bool) -> None:
+        """One more stage, and whether it was the last."""
+        self._records.append(record)
+        whole = {
+            "rehearsal": self._rehearsal,
+            "finished": finished,
+            "seconds": round(self.elapsed_s, 1),
+            "stages": self._records,
+        }
+        write_whole(self.directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
+        write_whole(self.directory / PAGE_FILE, page(whole))
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """``report`` is what ``gpu-check.json`` holds: ``rehearsal``, ``seconds``, and ``stages`` as records."""
+    stages = report["stages"]
+    counts = {
+        word: sum(each["status"] == word for each in stages) for word in ("passed", "failed", "skipped")
+    }
+    device = _device(stages)
+    heading = f"# GPU check: {device}\n"
+    if report["rehearsal"]:
+        heading = "# GPU check, rehearsed on a CPU\n\nNo figure on this page says anything about a GPU.\n"
+    told = ", ".join(f"{number} {word}" for word, number in counts.items())
+    unended = "" if report["finished"] else " The check was interrupted; later stages are missing."
+    rows = "".join(
+        f"| {each['name']} | {each['status']} | {each['seconds']:.0f} | {_cell(each['why'] or each['proves'])} |\n"
+        for each in stages
+    )
+    figures = "".join(_figures(each, device) for each in stages if each["figures"])
+    return (
+        f"{heading}\n{told}; {report['seconds']:.0f} s in all.{unended}\n\n"
+        f"| stage | outcome | s | what it shows, or why not |\n| --- | --- | --- | --- |\n{rows}{figures}"
+    )
+
+
+def _device(stages: list[Mapping[str, Any]]) -> str:
+    for each in stages:
+        if "device" in each["figures"]:
+            return str(each["figures"]["device"])
+    return "device unknown"
+
+
+def _figures(stage: Mapping[str, Any], device: str) -> str:
+    rows = "".join(f"| {_cell(name)} | {_cell(value)} |\n" for name, value in stage["figures"].items())
+    return f"\n## {stage['name']}, on {device}\n\n| figure | value |\n| --- | --- |\n{rows}"
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")

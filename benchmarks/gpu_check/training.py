@@ -1,25 +1,45 @@
-"""Stages *learner-lora*, *learner-full*, *zero3* and *two-ranks*: the whole path on one device, learner and server.
+"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3* and *two-ranks*: learner and our server on one device.
 
-Weights of real widths with one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
+``launch`` refuses a device for both, so they are started one by one, as a user with one GPU would. Weights of real
+widths with one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import signal
+import sys
 import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from benchmarks.gpu_check.job import account, start_learner, start_server, write_job
-from benchmarks.gpu_check.models import WIDE_4_LAYERS, checkpoint
-from benchmarks.gpu_check.processes import StageProcesses
+from benchmarks.gpu_check.processes import Server, StageProcesses
+from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import Context
-from swift_stage2.demo.demo_config import STAGE1, DemoJob
-from swift_stage2.errors import CheckFailed, CheckSkipped
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import OBJECT_LIST
+from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
+from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.config import load_config
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of, free_ports
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
+from swift_stage2.errors import CheckFailed, CheckSkipped, ConfigError
 from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.records import Sample, SampleKey
 from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.summary import RunSummary, summarise
 
 NUM_STEPS = 12
 _LEAST_ROUNDS = 3
@@ -119,3 +139,187 @@ def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
         except psutil.Error:
             continue
     raise CheckFailed(f"rank {rank}, which is to be asked to end, is not there")
+
+
+_NUM_SCENES = 64
+_NEW_TOKENS = 24
+_ROUND_TIMEOUT_S = 120.0
+_CHECKED_PROOF = "checksums+canary"
+
+
+def start_server(context: Context, processes: StageProcesses, model: Path) -> Server:
+    """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
+    port, group_port = free_ports(2)
+    options = ["--external-plugins", str(TEMPLATE_FILE), "--model-type", MODEL_TYPE, "--template", MODEL_TYPE]
+    place = ["--port", str(port), "--torch-dtype", context.dtype, "--device", context.device]
+    threads = ["--num-threads", "1"] if context.rehearsal else []
+    argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *options, *place, *threads)
+    tree = processes.start("server", argv, _threads(context))
+    base_url = f"http://127.0.0.1:{port}"
+    processes.await_answer(base_url, tree)
+    return Server(base_url, group_port, tree)
+
+
+def write_job(
+    context: Context,
+    name: str,
+    model: Path,
+    server: Server,
+    *,
+    num_steps: int,
+    sync_every_steps: int,
+    num_ranks: int = 1,
+    swift: Mapping[str, Any] | None = None,
+) -> DemoJob:
+    """Scenes and a YAML for a run of ``num_steps``, half of which want channel B."""
+    directory = context.scratch / name
+    rows = write_dataset(directory / "scenes", SceneKind.SHAPES, _NUM_SCENES, Split.TRAIN, 0)
+    on_gpu: dict[str, Any] = {} if context.rehearsal else {"use_cpu": False, "bf16": True}
+    job = DemoJob(
+        directory=directory,
+        rows=rows,
+        num_steps=num_steps,
+        b_ratio=0.5,
+        num_ranks=num_ranks,
+        model=model,
+        max_new_tokens=_NEW_TOKENS,
+        swift={
+            "torch_dtype": context.dtype, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
+            "logging_steps": 1, "report_to": ["none"], "save_strategy": "no", **on_gpu, **(swift or {}),
+        },
+    )  # fmt: skip
+    port = int(server.base_url.rpartition(":")[2])
+    config = config_of(job, (port, server.group_port))
+    config["launch"].pop("servers")
+    channel_b = config["stage2_ab"]["channel_b"]
+    channel_b["prefetch"]["sync_every_steps"] = sync_every_steps
+    channel_b["max_truncated_ratio"] = 1.0  # random weights never end their turn
+    config["rollout"]["sync"]["timeout_s"] = _ROUND_TIMEOUT_S
+    job.config_path.write_text(write_yaml(config), encoding="utf-8")
+    load_config(job.config_path)
+    return job
+
+
+def start_learner(context: Context, processes: StageProcesses, job: DemoJob) -> ProcessTree:
+    """All ranks of the job, each on device 0 as if it were alone on its node."""
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={job.num_ranks}",
+        "--no-python",
+    )
+    rank = ("env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", sys.executable, "-u", "-m", "swift_stage2", "train")
+    argv = (sys.executable, "-u", *torchrun, *rank, str(job.config_path))
+    return processes.start("learner", argv, _threads(context))
+
+
+def _threads(context: Context) -> dict[str, str]:
+    """Beside a GPU learner and server sum weights on the CPU, each on half of its cores."""
+    num_threads = 1 if context.rehearsal else max(1, len(os.sched_getaffinity(0)) // 2)
+    return {"OMP_NUM_THREADS": str(num_threads)}
+
+
+def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
+    """Figures of a run, once every round of it is proven by sums and canary and both channels were trained.
+
+    Raises:
+        CheckFailed: one of these does not hold.
+    """
+    summary = summarise(job.run_dir)
+    note = context.figures.note
+    note("num_steps", summary.num_steps)
+    note("num_b_steps", summary.num_b_run)
+    note("num_rounds_proven", summary.num_rounds_committed)
+    if summary.round_seconds is not None:
+        note("round_median_s", summary.round_seconds.median_s)
+    for phase, spread in summary.phase_seconds.items():
+        note(f"{phase}_median_s", spread.median_s)
+    for name, seconds in summary.activity[0].seconds.items():
+        note(f"rank0_{name}_s", seconds)
+    if summary.num_rounds_failed or summary.num_rounds_committed < least_rounds:
+        raise CheckFailed(
+            f"at least {least_rounds} rounds and none that failed are wanted, got "
+            f"proven={summary.num_rounds_committed} failed={summary.num_rounds_failed} {dict(summary.server_errors)}"
+        )
+    if set(summary.proofs) != {_CHECKED_PROOF}:
+        raise CheckFailed(f"rounds must be proven by sums and canary, got {dict(summary.proofs)}")
+    if summary.num_b_run == 0 or summary.num_disagreements or summary.missing_ranks:
+        raise CheckFailed(
+            f"both channels must be trained and ranks agree, got b_steps={summary.num_b_run} "
+            f"{dict(summary.skips)} disagreements={summary.num_disagreements} missing={summary.missing_ranks}"
+        )
+    return summary
+
+
+_NUM_SAMPLES = 4
+_FLASH = "flash_attention_2"
+
+
+def isolation(context: Context) -> None:
+    """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
+    from swift.model import get_model_processor
+
+    samples = _samples(context)
+    with_flash = not context.rehearsal and importlib.util.find_spec("flash_attn") is not None
+    if not with_flash:
+        context.figures.note(_FLASH, "left out: no flash_attn, or a rehearsal")
+    for implementation in ("sdpa", *([_FLASH] if with_flash else [])):
+        model, processor = get_model_processor(
+            str(STAGE1), model_type=TINY_VL, torch_dtype=getattr(torch, context.dtype),
+            device_map=context.device, attn_impl=implementation,
+        )  # fmt: skip
+        model.train(False)
+        encoder = Encoder(tiny_template(model, processor), packing_length=512)
+        sound = partial(packed_loss, model)
+        if told := _refusal(encoder, samples, sound):
+            raise CheckFailed(f"{implementation}: sound packs are refused: {told}")
+        leaking = lambda batch, sound=sound: sound(_with_leak(batch))  # noqa: E731
+        told = _refusal(encoder, samples, leaking)
+        if not told:
+            raise CheckFailed(f"{implementation}: packs whose segments see each other pass the check")
+        context.figures.note(f"{implementation}_with_leak", told)
+
+
+def _refusal(encoder: Encoder, samples: list[Sample], loss: Any) -> str:
+    """Returns the packing check's objection to these packs, or nothing."""
+    task = DetectionTask(
+        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
+        unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
+    )  # fmt: skip
+    try:
+        check_isolation(isolation_batches(encoder, task, samples), loss)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def packed_loss(model: Any, batch: dict[str, Any]) -> float:
+    """Summed loss of one collated pack, in float32."""
+    inputs = {
+        name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()
+    }
+    labels = inputs.pop("labels")
+    inputs.pop("loss_scale", None)
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    return float(
+        torch.nn.functional.cross_entropy(
+            logits[0, :-1].float(), labels[0, 1:], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+    )
+
+
+def _with_leak(batch: dict[str, Any]) -> dict[str, Any]:
+    """Without text positions and borders the attention takes the pack for one text."""
+    kept = {name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))}
+    return {**kept, "position_ids": batch["position_ids"][1:]}
+
+
+def _samples(context: Context) -> list[Sample]:
+    rows = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
+    samples = []
+    for index, line in enumerate(rows.read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        samples.append(Sample(SampleKey(epoch=0, position=index, index=index), row, read_ground_truth(row)))
+    return samples

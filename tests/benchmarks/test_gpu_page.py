@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu_check.report import page
+from benchmarks.gpu_check.stage import page
 
 
 def _stage(name: str, status: str = "passed", why: str = "", **figures: Any) -> dict[str, Any]:
