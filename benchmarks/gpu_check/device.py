@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.gpu_check.stage import Context
-from swift_stage2.errors import CheckFailed
+from benchmarks.gpu_check.stage import CheckFailed, Context
 from swift_stage2.weights.checksum import all_finite, checksum_tensor
 
 _GIB = 1 << 30
@@ -67,7 +66,7 @@ def machine(context: Context) -> None:
     Raises:
         CheckFailed: there is no device, or it computes nothing.
     """
-    note = context.figures.note
+    note = context.note
     note("python", platform.python_version())
     note("torch", torch.__version__)
     for package in _PACKAGES:
@@ -94,7 +93,7 @@ def machine(context: Context) -> None:
 
 def arithmetic(context: Context) -> None:
     """Raises ``CheckFailed`` at the first tensor whose answers differ."""
-    device, note = context.device, context.figures.note
+    device, note = context.device, context.note
     shapes = _REHEARSED_SHAPES if context.rehearsal else _REAL_SHAPES
     num_compared = 0
     for name, tensor in _tensors(shapes):

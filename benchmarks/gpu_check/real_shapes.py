@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.device import free_memory, peak_gib, timed
-from benchmarks.gpu_check.stage import Context
+from benchmarks.gpu_check.stage import CheckFailed, Context
 from swift_stage2.demo.tiny_model import (
     IMAGE_TOKEN_ID,
     VIDEO_TOKEN_ID,
@@ -26,7 +26,6 @@ from swift_stage2.demo.tiny_model import (
     build_tokenizer,
     save_model,
 )
-from swift_stage2.errors import CheckFailed
 from swift_stage2.weights.bucket import WeightBucket
 from swift_stage2.weights.export import WeightExport
 
@@ -159,7 +158,7 @@ def shapes(context: Context) -> None:
     """Raises ``CheckFailed`` where a loss or a gradient is not finite."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    note, device = context.figures.note, context.device
+    note, device = context.note, context.device
     directory, seconds = timed(device, lambda: checkpoint(QWEN25_VL_3B, context))
     note("make_and_save_s", seconds)
     free_memory(device)
@@ -179,7 +178,7 @@ def shapes(context: Context) -> None:
 
 
 def _forward_and_backward(context: Context, name: str, model: Any) -> None:
-    note, device = context.figures.note, context.device
+    note, device = context.note, context.device
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     note(f"{name}_weights_gib", weights / _GIB)
     batch = image_batch(model, context)
@@ -224,7 +223,7 @@ def _with_lora(model: Any) -> Any:
 
 
 def _measure(context: Context, name: str, export: WeightExport) -> None:
-    note, device = context.figures.note, context.device
+    note, device = context.note, context.device
     free_memory(device)
     resting_gib = peak_gib(device)
     read_s = pack_s = 0.0
@@ -251,7 +250,7 @@ def _starve(context: Context, export: WeightExport) -> None:
         with _starved_of_memory(context.device):
             WeightBucket(export.read(bucket)).pack({})
     except RuntimeError as error:  # torch's own class for a GPU without memory is one of them
-        context.figures.note("without_memory", f"{type(error).__name__}, the round fails")
+        context.note("without_memory", f"{type(error).__name__}, the round fails")
     else:
         raise CheckFailed("a pack without memory must fail, and it did not")
     free_memory(context.device)

@@ -6,16 +6,28 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.errors import Stage2Error
 from swift_stage2.whole_file import write_whole
 
+JSON_FILE = "gpu-check.json"
+PAGE_FILE = "gpu-check.md"
+FIGURES_FILE = "figures.json"
+
 Figure = str | int | float | bool
+
+
+class CheckFailed(Stage2Error):
+    """A stage found something that must not be."""
+
+
+class CheckSkipped(Stage2Error):
+    """A stage cannot run on this machine; the message says why."""
 
 
 class Status(StrEnum):
@@ -73,24 +85,6 @@ STAGES = (
 )  # fmt: skip
 
 
-class FigureLog:
-    """Named figures, written to a file with each new one: a process that dies leaves those it had."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._figures: dict[str, Figure] = {}
-
-    def note(self, name: str, value: Figure) -> None:
-        """Adds a figure. Names end in their unit, as ``_s`` or ``_gib``."""
-        self._figures[name] = round(value, 4) if isinstance(value, float) else value
-        write_whole(self._path, json.dumps(self._figures))
-
-    @staticmethod
-    def read(path: Path) -> dict[str, Figure]:
-        """Reads the notes of a file; empty if there are none."""
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """The place and the time that a stage has to run."""
@@ -100,9 +94,9 @@ class Context:
     scratch: Path
     """Shared by all stages of a check; removed at its end."""
     logs: Path
-    """For the logs of processes that a stage starts."""
+    """Gets the figures, and the logs of processes that a stage starts."""
     deadline_s: float
-    figures: FigureLog
+    figures: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -114,6 +108,11 @@ class Context:
         """Of weights, in torch's words. Half precision is what a GPU trains in and too slow to rehearse."""
         return "float32" if self.rehearsal else "bfloat16"
 
+    def note(self, name: str, value: Figure) -> None:
+        """Adds a figure and writes all: a process that dies leaves those it had. Names end in their unit, as ``_s``."""
+        self.figures[name] = round(value, 4) if isinstance(value, float) else value
+        write_whole(self.logs / FIGURES_FILE, json.dumps(self.figures))
+
 
 def one_line(text: str, limit: int = 300) -> str:
     """Text without breaks, and not longer than a row of a table bears."""
@@ -121,75 +120,41 @@ def one_line(text: str, limit: int = 300) -> str:
     return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
 
 
-JSON_FILE = "gpu-check.json"
-PAGE_FILE = "gpu-check.md"
-
-
-class Report:
-    """Collects the findings so far and writes both files with every stage."""
-
-    def __init__(self, directory: Path, *, rehearsal: bool, started: float) -> None:
-        self.directory = directory
-        self._rehearsal = rehearsal
-        self._started = started
-        self._records: list[dict[str, Any]] = []
-
-    @property
-    def num_failed(self) -> int:
-        """Stages that failed."""
-        return sum(record["status"] == Status.FAILED for record in self._records)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the check began."""
-        return time.monotonic() - self._started
-
-    def add(self, record: dict[str, Any], *, finished: bool) -> None:
-        """One more stage, and whether it was the last."""
-        self._records.append(record)
-        whole = {
-            "rehearsal": self._rehearsal,
-            "finished": finished,
-            "seconds": round(self.elapsed_s, 1),
-            "stages": self._records,
-        }
-        write_whole(self.directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
-        write_whole(self.directory / PAGE_FILE, page(whole))
+def write_report(
+    directory: Path, stages: Sequence[Mapping[str, Any]], *, rehearsal: bool, finished: bool, seconds: float
+) -> None:
+    """Writes both files with the records of ``stages``; ``finished``: there are no more."""
+    whole = {"rehearsal": rehearsal, "finished": finished, "seconds": round(seconds, 1), "stages": stages}
+    write_whole(directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
+    write_whole(directory / PAGE_FILE, page(whole))
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """``report`` is what ``gpu-check.json`` holds: ``rehearsal``, ``seconds``, and ``stages`` as records."""
+    """``report`` is what ``gpu-check.json`` holds: ``rehearsal``, ``finished``, ``seconds``, ``stages`` as records."""
     stages = report["stages"]
-    counts = {
-        word: sum(each["status"] == word for each in stages) for word in ("passed", "failed", "skipped")
-    }
-    device = _device(stages)
+    device = next(
+        (each["figures"]["device"] for each in stages if "device" in each["figures"]), "device unknown"
+    )
     heading = f"# GPU check: {device}\n"
     if report["rehearsal"]:
         heading = "# GPU check, rehearsed on a CPU\n\nNo figure on this page says anything about a GPU.\n"
-    told = ", ".join(f"{number} {word}" for word, number in counts.items())
+    counts = ", ".join(f"{sum(each['status'] == status for each in stages)} {status}" for status in Status)
     unended = "" if report["finished"] else " The check was interrupted; later stages are missing."
-    rows = "".join(
-        f"| {each['name']} | {each['status']} | {each['seconds']:.0f} | {_cell(each['why'] or each['proves'])} |\n"
+    rows = [
+        (each["name"], each["status"], f"{each['seconds']:.0f}", each["why"] or each["proves"])
         for each in stages
-    )
-    figures = "".join(_figures(each, device) for each in stages if each["figures"])
-    return (
-        f"{heading}\n{told}; {report['seconds']:.0f} s in all.{unended}\n\n"
-        f"| stage | outcome | s | what it shows, or why not |\n| --- | --- | --- | --- |\n{rows}{figures}"
-    )
-
-
-def _device(stages: list[Mapping[str, Any]]) -> str:
+    ]
+    tables = _table(("stage", "outcome", "s", "what it shows, or why not"), rows)
     for each in stages:
-        if "device" in each["figures"]:
-            return str(each["figures"]["device"])
-    return "device unknown"
+        if each["figures"]:
+            tables += f"\n## {each['name']}, on {device}\n\n"
+            tables += _table(("figure", "value"), each["figures"].items())
+    return f"{heading}\n{counts}; {report['seconds']:.0f} s in all.{unended}\n\n{tables}"
 
 
-def _figures(stage: Mapping[str, Any], device: str) -> str:
-    rows = "".join(f"| {_cell(name)} | {_cell(value)} |\n" for name, value in stage["figures"].items())
-    return f"\n## {stage['name']}, on {device}\n\n| figure | value |\n| --- | --- |\n{rows}"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
 def _cell(value: object) -> str:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,26 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.gpu_check.processes import Server, StageProcesses
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
-from benchmarks.gpu_check.stage import Context
+from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
+from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
-from swift_stage2.channel_b.ground_truth import read_ground_truth
+from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.config import load_config
+from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of, free_ports
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
-from swift_stage2.errors import CheckFailed, CheckSkipped, ConfigError
+from swift_stage2.errors import ConfigError
+from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
-from swift_stage2.records import Sample, SampleKey
+from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.summary import RunSummary, summarise
 
@@ -57,15 +59,15 @@ def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) 
     """
     end = time.monotonic() + 0.9 * context.deadline_s
     model = checkpoint(WIDE_4_LAYERS, context)
-    with StageProcesses(context.logs) as processes:
+    with BenchServers(context.logs) as processes:
         server = start_server(context, processes, model)
         job = write_job(
             context, f"run-{context.logs.name}", model, server, num_steps=NUM_STEPS, sync_every_steps=3,
             swift={**(_LORA if tuner == "lora" else {}), **(swift or {})},
         )  # fmt: skip
         started = time.monotonic()
-        processes.await_end(start_learner(context, processes, job), end)
-        context.figures.note("learner_start_to_end_s", time.monotonic() - started)
+        await_end(processes, start_learner(context, processes, job), end)
+        context.note("learner_start_to_end_s", time.monotonic() - started)
     summary = account(context, job, least_rounds=_LEAST_ROUNDS)
     if summary.num_steps != NUM_STEPS:
         raise CheckFailed(f"the learner must take {NUM_STEPS} steps, got {summary.num_steps}")
@@ -91,7 +93,7 @@ def two_ranks(context: Context) -> None:
         CheckFailed: the ranks disagree, a round is not proven, or SIGTERM does not end both alike.
     """
     end = time.monotonic() + 0.9 * context.deadline_s
-    with StageProcesses(context.logs) as processes:
+    with BenchServers(context.logs) as processes:
         server = start_server(context, processes, STAGE1)
         job = write_job(
             context, "run-two-ranks", STAGE1, server, num_steps=_MOST_STEPS, sync_every_steps=4, num_ranks=2,
@@ -105,14 +107,32 @@ def two_ranks(context: Context) -> None:
                 _rank_below(learner, "1").send_signal(signal.SIGTERM)
                 asked.append(time.monotonic())
 
-        processes.await_end(learner, end, look)
+        await_end(processes, learner, end, look)
         if not asked:
             raise CheckFailed("both ranks ended before anybody asked them to")
-        context.figures.note("sigterm_to_end_s", time.monotonic() - asked[0])
+        context.note("sigterm_to_end_s", time.monotonic() - asked[0])
     last = [_records(job, rank, "step")[-1]["step"] for rank in range(2)]
     if last[0] != last[1] or last[0] >= _MOST_STEPS - 1:
         raise CheckFailed(f"both ranks must stop after the same step, got last steps {last}")
     account(context, job, least_rounds=_STOP_AFTER_ROUNDS)
+
+
+def await_end(
+    processes: BenchServers, tree: ProcessTree, end: float, each_moment: Callable[[], object] = lambda: None
+) -> None:
+    """Waits until the process has ended well.
+
+    Raises:
+        CheckFailed: it has not, or still runs at ``end`` (monotonic seconds).
+    """
+    while (status := tree.poll()) is None:
+        each_moment()
+        if time.monotonic() >= end:
+            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not")
+        processes.moment()
+    if status != 0:
+        cause = last_cause(tree.log_path, tree.log_offset)
+        raise CheckFailed(f"{tree.command.name} ended with status {status}: {cause}")
 
 
 def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
@@ -147,24 +167,25 @@ _ROUND_TIMEOUT_S = 120.0
 _CHECKED_PROOF = "checksums+canary"
 
 
-def start_server(context: Context, processes: StageProcesses, model: Path) -> Server:
+def start_server(context: Context, processes: BenchServers, model: Path) -> BenchServer:
     """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
     port, group_port = free_ports(2)
-    options = ["--external-plugins", str(TEMPLATE_FILE), "--model-type", MODEL_TYPE, "--template", MODEL_TYPE]
-    place = ["--port", str(port), "--torch-dtype", context.dtype, "--device", context.device]
-    threads = ["--num-threads", "1"] if context.rehearsal else []
-    argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *options, *place, *threads)
-    tree = processes.start("server", argv, _threads(context))
+    options = {
+        "external-plugins": str(TEMPLATE_FILE), "model-type": MODEL_TYPE, "template": MODEL_TYPE, "port": port,
+        "torch-dtype": context.dtype, "device": context.device, **({"num-threads": 1} if context.rehearsal else {}),
+    }  # fmt: skip
+    argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *as_argv(options))
+    tree = processes.start_process("server", argv, _threads(context))
     base_url = f"http://127.0.0.1:{port}"
     processes.await_answer(base_url, tree)
-    return Server(base_url, group_port, tree)
+    return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
 
 
 def write_job(
     context: Context,
     name: str,
     model: Path,
-    server: Server,
+    server: BenchServer,
     *,
     num_steps: int,
     sync_every_steps: int,
@@ -200,7 +221,7 @@ def write_job(
     return job
 
 
-def start_learner(context: Context, processes: StageProcesses, job: DemoJob) -> ProcessTree:
+def start_learner(context: Context, processes: BenchServers, job: DemoJob) -> ProcessTree:
     """All ranks of the job, each on device 0 as if it were alone on its node."""
     torchrun = (
         "-m",
@@ -211,7 +232,7 @@ def start_learner(context: Context, processes: StageProcesses, job: DemoJob) -> 
     )
     rank = ("env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", sys.executable, "-u", "-m", "swift_stage2", "train")
     argv = (sys.executable, "-u", *torchrun, *rank, str(job.config_path))
-    return processes.start("learner", argv, _threads(context))
+    return processes.start_process("learner", argv, _threads(context))
 
 
 def _threads(context: Context) -> dict[str, str]:
@@ -227,7 +248,7 @@ def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
         CheckFailed: one of these does not hold.
     """
     summary = summarise(job.run_dir)
-    note = context.figures.note
+    note = context.note
     note("num_steps", summary.num_steps)
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
@@ -260,10 +281,16 @@ def isolation(context: Context) -> None:
     """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
     from swift.model import get_model_processor
 
-    samples = _samples(context)
+    task = DetectionTask(
+        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
+        unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
+    )  # fmt: skip
+    file = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    samples = [read_sample(rows, task, SampleKey(0, index, index)) for index in range(_NUM_SAMPLES)]
     with_flash = not context.rehearsal and importlib.util.find_spec("flash_attn") is not None
     if not with_flash:
-        context.figures.note(_FLASH, "left out: no flash_attn, or a rehearsal")
+        context.note(_FLASH, "left out: no flash_attn, or a rehearsal")
     for implementation in ("sdpa", *([_FLASH] if with_flash else [])):
         model, processor = get_model_processor(
             str(STAGE1), model_type=TINY_VL, torch_dtype=getattr(torch, context.dtype),
@@ -271,55 +298,34 @@ def isolation(context: Context) -> None:
         )  # fmt: skip
         model.train(False)
         encoder = Encoder(tiny_template(model, processor), packing_length=512)
-        sound = partial(packed_loss, model)
-        if told := _refusal(encoder, samples, sound):
-            raise CheckFailed(f"{implementation}: sound packs are refused: {told}")
-        leaking = lambda batch, sound=sound: sound(_with_leak(batch))  # noqa: E731
-        told = _refusal(encoder, samples, leaking)
-        if not told:
+        batches = isolation_batches(encoder, task, samples)
+        try:
+            check_isolation(batches, partial(_packed_loss, model, leaks=False))
+        except ConfigError as error:
+            raise CheckFailed(f"{implementation}: sound packs are refused: {error}") from error
+        try:
+            check_isolation(batches, partial(_packed_loss, model, leaks=True))
+        except ConfigError as error:
+            context.note(f"{implementation}_with_leak", str(error))
+        else:
             raise CheckFailed(f"{implementation}: packs whose segments see each other pass the check")
-        context.figures.note(f"{implementation}_with_leak", told)
 
 
-def _refusal(encoder: Encoder, samples: list[Sample], loss: Any) -> str:
-    """Returns the packing check's objection to these packs, or nothing."""
-    task = DetectionTask(
-        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
-        unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
-    )  # fmt: skip
-    try:
-        check_isolation(isolation_batches(encoder, task, samples), loss)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def packed_loss(model: Any, batch: dict[str, Any]) -> float:
-    """Summed loss of one collated pack, in float32."""
+def _packed_loss(model: Any, batch: dict[str, Any], *, leaks: bool) -> float:
+    """Summed loss of one collated pack, in float32. ``leaks``: the attention takes the pack for one text."""
+    if leaks:  # without text positions and borders
+        batch = {
+            name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))
+        }
+        batch["position_ids"] = batch["position_ids"][1:]
     inputs = {
         name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()
     }
     labels = inputs.pop("labels")
     inputs.pop("loss_scale", None)
     with torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits
-    return float(
-        torch.nn.functional.cross_entropy(
-            logits[0, :-1].float(), labels[0, 1:], ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+        logits = model(**inputs, use_cache=False).logits[0, :-1].float()
+    loss = torch.nn.functional.cross_entropy(
+        logits, labels[0, 1:], ignore_index=IGNORED_LABEL, reduction="sum"
     )
-
-
-def _with_leak(batch: dict[str, Any]) -> dict[str, Any]:
-    """Without text positions and borders the attention takes the pack for one text."""
-    kept = {name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))}
-    return {**kept, "position_ids": batch["position_ids"][1:]}
-
-
-def _samples(context: Context) -> list[Sample]:
-    rows = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
-    samples = []
-    for index, line in enumerate(rows.read_text(encoding="utf-8").splitlines()):
-        row = json.loads(line)
-        samples.append(Sample(SampleKey(epoch=0, position=index, index=index), row, read_ground_truth(row)))
-    return samples
+    return float(loss)

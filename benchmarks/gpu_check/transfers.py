@@ -1,10 +1,7 @@
-"""Stages *streams* and *handover*: weights that leave the learner while it trains.
+"""Stages *streams* and *handover*: weights that leave the learner while it trains, sent or given to another process.
 
-*Streams* sends with the stock transport to a peer that is late, and to one that never comes. The peer is a stand-in: on
-a GPU the broadcast is a wait on the stream for a word in host memory, as NCCL's kernel waits for its peer; on the CPU a
-wait of the calling thread, as gloo's. On a GPU NCCL itself is also made, used and aborted, with one rank.
-*Handover* takes a snapshot into pinned memory on a side stream beside backward passes, and gives it to a second
-process, this module as a program, in a memory file and on a GPU by CUDA IPC.
+The peer of a send is a stand-in: on a GPU its broadcast is a wait on the stream for a word in host memory, as NCCL's
+kernel waits for its peer; on the CPU a wait of the calling thread, as gloo's.
 """
 
 from __future__ import annotations
@@ -20,15 +17,14 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from datetime import timedelta
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_check.device import synchronise, timed
-from benchmarks.gpu_check.stage import Context
-from swift_stage2.errors import CheckFailed, ServerFault
+from benchmarks.gpu_check.stage import CheckFailed, Context
+from swift_stage2.errors import ServerFault
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.checksum import checksum_tensor
@@ -44,41 +40,35 @@ _UINT8 = 1  # ncclUint8
 
 def streams(context: Context) -> None:
     """Raises ``CheckFailed`` where a send does not end as it must, or training stands still beside it."""
-    note, device = context.figures.note, context.device
+    device = context.device
     flat = torch.ones(1 << 16 if context.rehearsal else _SENT_BYTES, dtype=torch.uint8, device=device)
 
     peer = StandInPeer(device)
     timer = threading.Timer(_LATE_S, peer.release)
     timer.start()
-    error, seconds, steps = _send_beside_training(device, flat, peer)
+    error = _send_beside_training(context, "late_send", flat, peer)
     timer.join(timeout=_MARGIN_S)
     if error is not None or peer.aborted:
         raise CheckFailed(f"a late peer must be waited for, got {error!r}")
-    note("late_send_s", seconds)
-    note("steps_beside_late_send", steps)
-
     peer = StandInPeer(device)
-    error, seconds, steps = _send_beside_training(device, flat, peer)
-    if not isinstance(error, ServerFault):
-        raise CheckFailed(f"a peer that never comes must be the server's fault, got {error!r}")
+    error = _send_beside_training(context, "never_ending_send", flat, peer)
+    if error is None:
+        raise CheckFailed("a peer that never comes must be the server's fault, the send ended well")
     if device != "cpu" and not peer.aborted:
         raise CheckFailed("a transfer past its deadline must be aborted, it was not")
-    note("never_ending_send_s", seconds)
-    note("steps_beside_never_ending_send", steps)
-    if steps == 0:
-        raise CheckFailed("training must go on beside a transfer that does not end, got no step")
     _use_nccl(context, flat)
 
 
 def _send_beside_training(
-    device: str, flat: torch.Tensor, peer: StandInPeer
-) -> tuple[BaseException | None, float, int]:
-    """Returns the end of the send, its seconds, and the steps that were taken meanwhile."""
+    context: Context, name: str, flat: torch.Tensor, peer: StandInPeer
+) -> ServerFault | None:
+    """Returns how the send failed; notes its seconds and the steps that were taken meanwhile."""
+    device = context.device
     transport = StockTransport(torch.device(device))
     transport._communicator = peer  # in the place of what ``open`` makes with a server
     started = time.monotonic()
 
-    def send() -> BaseException | None:
+    def send() -> ServerFault | None:
         try:
             transport.send(flat, Deadline(_DEADLINE_S))
         except ServerFault as fault:
@@ -90,33 +80,32 @@ def _send_beside_training(
     steps = 0
     while not sending.ended_within(0.0):
         torch.relu(weights @ weights.clone()).sum().backward()  # type: ignore[no-untyped-call]
-        _synchronise_default(device)
+        if device != "cpu":  # the training stream alone; of all streams one hangs
+            torch.cuda.current_stream(device).synchronize()
         steps += 1
         if time.monotonic() > started + _DEADLINE_S + _MARGIN_S:
             peer.destroy()
             raise CheckFailed("a send must end by its deadline, it did not")
-    return sending.result_within(_MARGIN_S), time.monotonic() - started, steps
-
-
-def _synchronise_default(device: str) -> None:
-    """Waits for the training stream alone; all streams of the device would include the one that hangs."""
-    if device != "cpu":
-        torch.cuda.current_stream(device).synchronize()
+    context.note(f"{name}_s", time.monotonic() - started)
+    context.note(f"steps_beside_{name}", steps)
+    if steps == 0:
+        raise CheckFailed("training must go on beside a transfer that does not end, got no step")
+    return sending.result_within(_MARGIN_S)
 
 
 def _use_nccl(context: Context, flat: torch.Tensor) -> None:
     if context.rehearsal:
-        context.figures.note("nccl", "left out: the rehearsal has no GPU")
+        context.note("nccl", "left out: the rehearsal has no GPU")
         return
     communicator = LoneNccl(torch.device(context.device))
-    context.figures.note("nccl", communicator.version)
+    context.note("nccl", communicator.version)
     stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(context.device))
     communicator.broadcast(flat, src=0, stream=stream)
     synchronise(context.device)
     started = time.monotonic()
     communicator.destroy()
-    context.figures.note("nccl_abort_s", time.monotonic() - started)
+    context.note("nccl_abort_s", time.monotonic() - started)
     if int(flat[-1]) != 1:
         raise CheckFailed("a broadcast of one rank must leave its bytes as they are")
 
@@ -212,8 +201,6 @@ class LoneNccl:
             raise CheckFailed(f"NCCL failed: {self._nccl.ncclGetErrorString(status).decode()}")
 
 
-_BYTES = 1 << 30
-_REHEARSED_BYTES = 1 << 20
 _WIDTH = 8192
 _REHEARSED_WIDTH = 128
 _NUM_PASSES = 20
@@ -223,29 +210,39 @@ _GIB = 1 << 30
 
 def handover(context: Context) -> None:
     """Raises ``CheckFailed`` where what arrived is not what was sent."""
-    num_bytes = _REHEARSED_BYTES if context.rehearsal else _BYTES
-    generator = torch.Generator(context.device).manual_seed(0)
-    weights = torch.randint(
-        0, 256, (num_bytes,), dtype=torch.uint8, device=context.device, generator=generator
-    )
+    num_bytes, device = 1 << 20 if context.rehearsal else _GIB, context.device
+    generator = torch.Generator(device).manual_seed(0)
+    weights = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator)
     expected = checksum_tensor(weights)
     snapshot = _snapshot_beside_training(context, weights)
     if checksum_tensor(snapshot) != expected:
         raise CheckFailed("a snapshot taken beside training must hold the weights, it does not")
-    _through_memory_file(context, snapshot, expected)
+    descriptor = os.memfd_create("gpu-check")
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        file = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        file.fill_(0)  # touched before anything is measured
+        _, seconds = timed("cpu", lambda: file.copy_(snapshot))
+        context.note("memory_file_write_gib_per_s", num_bytes / _GIB / seconds)
+        where = {"descriptor": descriptor, "num_bytes": num_bytes}
+        _compare_elsewhere(context, "memory_file", where, expected, descriptor)
+    finally:
+        os.close(descriptor)
     if context.rehearsal:
-        context.figures.note("cuda_ipc", "left out: the rehearsal has no GPU")
-    else:
-        _through_cuda_ipc(context, weights, expected)
+        context.note("cuda_ipc", "left out: the rehearsal has no GPU")
+        return
+    # This pickler sends a handle instead of bytes: torch taught it so.
+    handle = b64encode(bytes(ForkingPickler.dumps(weights))).decode()
+    synchronise(device)
+    _compare_elsewhere(context, "cuda_ipc", {"handle": handle}, expected)
 
 
 def _snapshot_beside_training(context: Context, weights: torch.Tensor) -> torch.Tensor:
-    note, device = context.figures.note, context.device
+    note, device = context.note, context.device
     host = torch.empty(weights.shape, dtype=torch.uint8, pin_memory=device != "cpu")
     host.fill_(0)  # touched before anything is measured
-    host_gib = weights.numel() / _GIB
     _, alone_s = timed(device, lambda: host.copy_(weights, non_blocking=True))
-    note("snapshot_alone_gib_per_s", host_gib / alone_s)
+    note("snapshot_alone_gib_per_s", weights.numel() / _GIB / alone_s)
     width = _REHEARSED_WIDTH if context.rehearsal else _WIDTH
     layer = torch.nn.Linear(width, width, device=device, dtype=getattr(torch, context.dtype))
     batch = torch.ones(width, width, device=device, dtype=layer.weight.dtype)
@@ -254,73 +251,42 @@ def _snapshot_beside_training(context: Context, weights: torch.Tensor) -> torch.
         for _ in range(_NUM_PASSES):
             layer(batch).sum().backward()
 
-    train()
-    _, bare_s = timed(device, train)
-    host.fill_(0)
-
     def train_and_copy() -> None:
         if device == "cpu":
             host.copy_(weights)
-            train()
-            return
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            host.copy_(weights, non_blocking=True)
+        else:
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                host.copy_(weights, non_blocking=True)
         train()
 
-    _, both_s = timed(device, train_and_copy)
-    note("backward_passes_s", bare_s)
-    note("backward_passes_with_snapshot_s", both_s)
+    train()
+    note("backward_passes_s", timed(device, train)[1])
+    host.fill_(0)
+    note("backward_passes_with_snapshot_s", timed(device, train_and_copy)[1])
     return host
 
 
-def _through_memory_file(context: Context, snapshot: torch.Tensor, expected: str) -> None:
-    descriptor = os.memfd_create("gpu-check")
+def _compare_elsewhere(
+    context: Context, name: str, where: dict[str, Any], expected: str, *descriptors: int
+) -> None:
+    """A second process sums the bytes that ``where`` names. Raises ``CheckFailed`` unless they are as expected."""
     try:
-        os.posix_fallocate(descriptor, 0, snapshot.numel())
-        file = torch.frombuffer(mmap.mmap(descriptor, snapshot.numel()), dtype=torch.uint8)
-        file.fill_(0)  # touched before anything is measured
-        _, seconds = timed("cpu", partial(file.copy_, snapshot))
-        context.figures.note("memory_file_write_gib_per_s", snapshot.numel() / _GIB / seconds)
-        seen = _read_elsewhere({"descriptor": descriptor, "num_bytes": snapshot.numel()}, descriptor)
-    finally:
-        os.close(descriptor)
-    _note_what_was_seen(context, "memory_file", seen, expected)
-
-
-def _through_cuda_ipc(context: Context, weights: torch.Tensor, expected: str) -> None:
-    # This pickler sends a handle instead of bytes: torch taught it so.
-    handle = b64encode(bytes(ForkingPickler.dumps(weights))).decode()
-    synchronise(context.device)
-    _note_what_was_seen(context, "cuda_ipc", _read_elsewhere({"handle": handle}), expected)
-
-
-def _note_what_was_seen(context: Context, name: str, seen: dict[str, Any], expected: str) -> None:
-    context.figures.note(f"{name}_open_s", seen["open_s"])
-    context.figures.note(f"{name}_sum_s", seen["sum_s"])
-    if seen["checksum"] != expected:
-        raise CheckFailed(f"{name}: the other process must see the same bytes, it does not")
-
-
-def _read_elsewhere(where: dict[str, Any], *descriptors: int) -> dict[str, Any]:
-    """Asks a process of its own about these bytes; ``run`` ends and reaps it on every path."""
-    try:
-        done = subprocess.run(
+        done = subprocess.run(  # ends and reaps it on every path
             [sys.executable, "-m", "benchmarks.gpu_check.transfers"],
-            input=json.dumps(where),
-            capture_output=True,
-            text=True,
-            timeout=_READER_S,
-            pass_fds=descriptors,
-            check=False,
-        )
+            input=json.dumps(where), capture_output=True, text=True, timeout=_READER_S, pass_fds=descriptors,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise CheckFailed(f"the reading process must end within {_READER_S:.0f} s, it did not") from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise CheckFailed(f"the reading process ended with status {done.returncode}: {last}")
-    return dict(json.loads(done.stdout))
+    seen = json.loads(done.stdout)
+    context.note(f"{name}_open_s", seen["open_s"])
+    context.note(f"{name}_sum_s", seen["sum_s"])
+    if seen["checksum"] != expected:
+        raise CheckFailed(f"{name}: the other process must see the same bytes, it does not")
 
 
 def read() -> None:
@@ -331,17 +297,12 @@ def read() -> None:
     where = json.load(sys.stdin)
     device = "cuda:0" if "handle" in where else "cpu"
 
-    def see() -> torch.Tensor:
+    def see() -> Any:
         if "handle" in where:
-            tensor: torch.Tensor = pickle.loads(
-                b64decode(where["handle"])
-            )  # torch taught pickle what a handle is
-            return tensor
-        mapped = mmap.mmap(where["descriptor"], where["num_bytes"])
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+            return pickle.loads(b64decode(where["handle"]))  # torch taught pickle what a handle is
+        return torch.frombuffer(mmap.mmap(where["descriptor"], where["num_bytes"]), dtype=torch.uint8)
 
-    if device != "cpu":
-        torch.zeros(1, device=device)  # the start of CUDA is no part of what is measured
+    torch.zeros(1, device=device)  # the start of CUDA is no part of what is measured
     tensor, open_s = timed(device, see)
     checksum, sum_s = timed(device, lambda: checksum_tensor(tensor))
     print(json.dumps({"open_s": open_s, "sum_s": sum_s, "checksum": checksum}))
