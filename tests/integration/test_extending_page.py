@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from real_model import (
     rollout_of,
     sample_of,
 )
+from swift.trainers import TrainerFactory
 from swift.utils import import_external_file
 from torchrun_job import TEMPLATE, LearnerRun, Server, run_learner, write_config
 
@@ -43,7 +45,9 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.channel_b_parts import make_task as task_of
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import Trace
+from swift_stage2.weights.transport import StreamTransport, WeightTransport
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -253,6 +257,16 @@ def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: Learne
         (report,) = record["servers"].values()
         assert report["proof"] == "checksums+canary", report
         assert report["seconds"]["push"] >= report["num_bytes"] / 200e6, "as slow as it is asked to be"
+
+
+def test_a_transport_of_a_users_trainer_closes_in_the_time_that_a_failed_round_has_left(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping = TrainerFactory.TRAINER_MAPPING
+    monkeypatch.setitem(mapping, "causal_lm", mapping["causal_lm"])  # the file registers its trainer
+    transport: WeightTransport = runpy.run_path(str(files / "paced.py"))["PacedTransport"](StreamTransport())
+    transport.close(Deadline(1.0))
+    assert not transport.is_lost()
 
 
 # --- an engine ---------------------------------------------------------------------------------------
