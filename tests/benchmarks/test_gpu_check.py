@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu_check import command, stage_process
-from benchmarks.gpu_check.stage import STAGES, CheckFailed, Stage, Status
+from benchmarks.gpu_check.stage import STAGES, CheckFailed, Status
 from benchmarks.gpu_check.training import await_end
 from benchmarks.servers import BenchServers
 from swift_stage2.errors import UserError
@@ -92,7 +92,7 @@ def test_skipped_stages_fail_no_check_and_the_page_says_it_is_a_rehearsal(check:
 # --- stages that end badly ------------------------------------------------------------------------
 
 BAD_STAGES = """
-import ctypes, os, subprocess, sys, threading
+import os, subprocess, sys, threading
 def hang(context):
     context.note("before_s", 1.0)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -125,7 +125,7 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
     results.mkdir()
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     return stage_process.run_child(
-        Stage(name="bad", proves="", work="", weight=1),
+        "bad",
         results,
         tmp_path,
         os.environ | {"PYTHONPATH": path},
