@@ -49,7 +49,14 @@ _OWN_PARSER = {
         "print a script that completes commands in bash or zsh",
     ),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
-    "gpu-check": ("swift_stage2.gpu_check.run", "run what only a GPU can show, and write one page"),
+}
+# Commands of a checkout alone: package that is run as a program, what it is for.
+_FROM_CHECKOUT = {
+    "bench": ("benchmarks", "measure speed and learning, from a checkout"),
+    "gpu-check": (
+        "benchmarks.gpu_check",
+        "run what only a GPU can show, and write one page, from a checkout",
+    ),
 }
 
 
@@ -81,8 +88,8 @@ def ended(command: str, work: Callable[[], int]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["bench"]:
-        _become_benchmarks(arguments[1:])
+    if arguments and arguments[0] in _FROM_CHECKOUT:
+        _become_benchmarks(*arguments)
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(module).main(arguments[1:]))
@@ -103,18 +110,19 @@ def _run(arguments: list[str]) -> int:
     return _train(options.config, resume=options.resume)
 
 
-def _become_benchmarks(arguments: list[str]) -> NoReturn:
-    """Replaces this process by ``python -m benchmarks`` of the checkout: signals and exit status are then its own."""
+def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
+    """Replaces this process by a program of the checkout's benchmarks: signals and exit status are then its own."""
     if not (_CHECKOUT / "benchmarks" / "benches.py").is_file():
         raise UserError(
             f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
-            "scripts/setup and .venv/bin/swift-stage2 bench in a checkout"
+            f"scripts/setup and .venv/bin/swift-stage2 {command} in a checkout"
         )
     let_go()
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
-    command = (sys.executable, "-m", "benchmarks", *arguments)
+    program, _ = _FROM_CHECKOUT[command]
     # The directory that the user is in may hold a package of that name, too.
-    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+    argv = (sys.executable, "-m", program, *arguments)
+    os.execve(sys.executable, argv, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -172,9 +180,8 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="go on from the last whole checkpoint of the run in swift.output_dir",
         )
-    for name, (_, purpose) in _OWN_PARSER.items():
+    for name, (_, purpose) in (_OWN_PARSER | _FROM_CHECKOUT).items():
         commands.add_parser(name, help=purpose, add_help=False)
-    commands.add_parser("bench", help="measure speed and learning, from a checkout", add_help=False)
     return parser
 
 

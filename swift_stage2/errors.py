@@ -30,8 +30,6 @@ are translated once, where they enter, with ``raise ... from exc``.
     ├── PipelineFailed            a background pipeline died; raised alike on every rank
     ├── PreprocessorLost          a rank's preprocessing process failed or is gone; its pipeline dies of it
     ├── ChildFailed               a process that demo or bench started did not end well
-    ├── CheckFailed               a stage of gpu-check found what must not be
-    ├── CheckSkipped              a stage of gpu-check cannot run here, and why
     ├── ReplayDiffers             a replay came to another loss than its record; raised alike on every rank
     └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
 """
@@ -203,14 +201,6 @@ class PipelineFailed(Stage2Error):
 
 class PreprocessorLost(Stage2Error):
     """A rank's preprocessing process failed, ended or does not answer."""
-
-
-class CheckFailed(Stage2Error):
-    """A stage of gpu-check found something that must not be; it is told in the report."""
-
-
-class CheckSkipped(Stage2Error):
-    """A stage of gpu-check cannot run on this machine; the message says why."""
 
 
 class ReplayDiffers(Stage2Error):

@@ -21,7 +21,7 @@ from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.launch.rank import end_left_in, take_room
 
-COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench")
+COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench", "gpu-check")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -75,22 +75,34 @@ def test_every_listed_command_has_a_module(name: str) -> None:
     assert importlib.util.find_spec(module) is not None
 
 
-def test_a_bench_takes_this_commands_place_with_its_status_and_its_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("bench", "learning", "--steps", "0"), "bench: error: --steps must be at least 1, got 0"),
+        (("gpu-check", "--python", "3.11"), "gpu-check: error: --python goes with --collect only"),
+    ],
+    ids=("bench", "gpu-check"),
+)
+def test_a_command_of_a_checkout_takes_this_ones_place_with_its_status_and_its_words(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
     (tmp_path / "benchmarks.py").write_text("raise SystemExit(9)")  # another program's, where the user is
-    command = [sys.executable, "-m", "swift_stage2", "bench", "learning", "--steps", "0"]
+    command = [sys.executable, "-m", "swift_stage2", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("swift-stage2 bench: error: --steps must be at least 1, got 0")
+    assert done.stderr.startswith(f"swift-stage2 {said}")
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["bench", "gpu-check"])
 def test_an_installed_package_says_where_the_benches_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
-    assert cli.main(["bench", "learning"]) == 2
+    assert cli.main([name]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("swift-stage2 bench: error: benches are in benchmarks/ of a checkout")
+    assert told.startswith(f"swift-stage2 {name}: error: benches are in benchmarks/ of a checkout")
+    assert f"swift-stage2 {name} in a checkout" in told
     assert told.count("\n") == 1
 
 

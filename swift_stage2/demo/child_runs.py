@@ -6,11 +6,13 @@ killed. Called by the demo and the benches, on the main thread.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ import psutil
 
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
-from swift_stage2.demo.scoring import DetectionScore, evaluation_command, read_scores
+from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
@@ -132,14 +134,11 @@ def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree 
 
 def remaining_children() -> list[str]:
     """Processes below this one that are still there, by number and name."""
-    return [f"{child.pid} ({_name(child)})" for child in psutil.Process().children(recursive=True)]
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.Error:
-        return "?"
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone meanwhile
+            left.append("{pid} ({name})".format(**child.as_dict(["pid", "name"], "?")))
+    return left
 
 
 def train(
@@ -191,11 +190,15 @@ def score(
     Raises:
         ChildFailed: it did not end well.
     """
-    command = evaluation_command(held_out, out, checkpoints)
-    deadline_s = _EVALUATION_DEADLINE_S * len(checkpoints)
-    logs = out.parent / "logs"
-    children.run("evaluation", command, log_dir=logs, deadline_s=deadline_s, environment=CHILD_ENVIRONMENT)
-    return read_scores(out)
+    files = ("--rows", str(held_out), "--out", str(out), *map(str, checkpoints))
+    children.run(
+        "evaluation",
+        (sys.executable, "-m", "swift_stage2.demo.scoring", *files),
+        log_dir=out.parent / "logs",
+        deadline_s=_EVALUATION_DEADLINE_S * len(checkpoints),
+        environment=CHILD_ENVIRONMENT,
+    )
+    return tuple(DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8")))
 
 
 def words_of_launcher(line: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +138,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _show_launcher(line: str) -> None:
-    """The launcher's own words; what servers and ranks say is in the log."""
+    """Shows the launcher's own words; those of servers and ranks are in the log."""
     if (words := words_of_launcher(line)) is not None:
         _say(words)
 
@@ -185,25 +185,23 @@ def score_table(outcome: DemoOutcome) -> Table:
 
 def problems_of(outcome: DemoOutcome) -> tuple[str, ...]:
     """The reasons why a demo is no success, one line each."""
-    return tuple(_problems(outcome))
-
-
-def _problems(outcome: DemoOutcome) -> Iterator[str]:
+    told = []
     summary = outcome.summary
     if summary.num_steps != outcome.num_steps_wanted:
-        yield f"{summary.num_steps} of {outcome.num_steps_wanted} optimizer steps ran"
+        told.append(f"{summary.num_steps} of {outcome.num_steps_wanted} optimizer steps ran")
     if summary.num_b_run < WANTED_B_SHARE * summary.num_b_wanted:
         wanted = f"{WANTED_B_SHARE:.0%} of {summary.num_b_wanted} wanted"
-        yield f"channel B must run at {wanted} steps at least, it ran at {summary.num_b_run}"
+        told.append(f"channel B must run at {wanted} steps at least, it ran at {summary.num_b_run}")
     if summary.num_disagreements:
-        yield f"ranks disagreed about {summary.num_disagreements} steps"
+        told.append(f"ranks disagreed about {summary.num_disagreements} steps")
     for error, count in summary.server_errors.items():
-        yield f"a server failed {count} sync rounds: {error}"
+        told.append(f"a server failed {count} sync rounds: {error}")
     for rank in summary.activity:
         gap_s = abs(sum(rank.seconds.values()) - rank.wall_s)
         if gap_s > _CLOCK_TOLERANCE_S:
-            yield f"rank {rank.rank}'s activities miss its wall time by {gap_s:.3f} s"
+            told.append(f"rank {rank.rank}'s activities miss its wall time by {gap_s:.3f} s")
     if outcome.left_processes:
-        yield f"processes are left: {', '.join(outcome.left_processes)}"
+        told.append(f"processes are left: {', '.join(outcome.left_processes)}")
     if outcome.held_ports:
-        yield f"ports are still held: {', '.join(map(str, outcome.held_ports))}"
+        told.append(f"ports are still held: {', '.join(map(str, outcome.held_ports))}")
+    return tuple(told)

@@ -2,7 +2,7 @@
 
 ``python -m swift_stage2.demo.scoring --rows ROWS.jsonl --out SCORES.json MODEL_DIR...``. All checkpoints of one call
 see the same scenes, greedy decoding and scoring. A prediction counts when it has the label of a true object and
-overlaps it enough, one to one, with as many pairs as possible: independent of channel B's matching, which it judges.
+overlaps it enough, one to one, with as many pairs as possible, whatever costs channel B's matching is given.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
+from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.demo.scenes import Box
+from swift_stage2.records import match_ratios
 from swift_stage2.whole_file import write_whole
 
 Detections = Sequence[tuple[str, Box]]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +52,36 @@ def score_detections(
         )
     if not 0 < iou_threshold <= 1:
         raise ValueError(f"iou_threshold must lie in (0, 1], got iou_threshold={iou_threshold}")
-    hits = [
-        iou
-        for predicted, true in zip(predictions, ground_truth, strict=True)
-        for iou in _matched_ious(predicted, true, iou_threshold)
-    ]
-    num_predicted = sum(map(len, predictions))
-    num_true = sum(map(len, ground_truth))
-    return DetectionScore(
-        precision=_ratio(len(hits), num_predicted),
-        recall=_ratio(len(hits), num_true),
-        f1=_ratio(2 * len(hits), num_predicted + num_true),
-        mean_iou=_ratio(sum(hits), len(hits)),
-        num_images=len(ground_truth),
+    images = list(zip(predictions, ground_truth, strict=True))
+    ious = [iou for predicted, true in images for iou in _matched_ious(predicted, true, iou_threshold)]
+    found = match_ratios(
+        num_predictions=sum(map(len, predictions)),
+        num_ground_truth=sum(map(len, ground_truth)),
+        num_pairs=len(ious),
+        sum_iou=sum(ious),
     )
+    ratios = {name: found.get(name, 0.0) for name in ("precision", "recall", "f1", "mean_iou")}
+    return DetectionScore(num_images=len(images), **ratios)
 
 
-def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float) -> list[float]:
+def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float) -> tuple[float, ...]:
     """IoU of each pair of the assignment with the most pairs and, among those, the largest overlap."""
     if not predicted or not true:
-        return []
-    iou = _pairwise_iou([box for _, box in predicted], [box for _, box in true])
-    same_label = np.array([[p == t for t, _ in true] for p, _ in predicted])
-    allowed = same_label & (iou >= iou_threshold)
-    # Any allowed pair outweighs all the overlap that the others could add: at most one per object.
-    gain = np.where(allowed, len(predicted) + len(true) + iou, 0.0)
-    rows, columns = linear_sum_assignment(gain, maximize=True)
-    return [float(iou[r, c]) for r, c in zip(rows, columns, strict=True) if allowed[r, c]]
-
-
-def _pairwise_iou(first: Sequence[Box], second: Sequence[Box]) -> Floats:
-    a, b = np.asarray(first, dtype=np.float64)[:, None], np.asarray(second, dtype=np.float64)[None]
-    sides = np.clip(np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2]), 0, None)
-    overlap = sides.prod(-1)
-    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - overlap
-    iou: Floats = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
-    return iou
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
+        return ()
+    return match_objects(
+        [box for _, box in predicted],
+        [box for _, box in true],
+        allowed=np.array([[label == of_true for of_true, _ in true] for label, _ in predicted]),
+        iou_threshold=iou_threshold,
+        top_k=len(true),
+        # A pair outweighs all the overlap that the others could add: at most one per object.
+        unmatched_prediction_cost=len(true),
+        unmatched_ground_truth_cost=len(true),
+    ).ious
 
 
 MAX_NEW_TOKENS = 128
 _BATCH_SIZE = 64
-
-
-def evaluation_command(rows: Path, out: Path, checkpoints: Sequence[Path]) -> tuple[str, ...]:
-    """The command line that writes one score per checkpoint to ``out``."""
-    module = (sys.executable, "-m", "swift_stage2.demo.scoring")
-    return (*module, "--rows", str(rows), "--out", str(out), *map(str, checkpoints))
-
-
-def read_scores(out: Path) -> tuple[DetectionScore, ...]:
-    """The scores that such a command wrote, in the order of its checkpoints."""
-    return tuple(DetectionScore(**score) for score in json.loads(out.read_text(encoding="utf-8")))
 
 
 def read_ground_truth(rows: Path) -> tuple[list[dict[str, Any]], list[Detections]]:

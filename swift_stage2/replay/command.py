@@ -16,13 +16,13 @@ from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
 from swift_stage2.launch.rank import as_rank
-from swift_stage2.replay.recorded_run import RecordedRun, read_run
-from swift_stage2.replay.verdict import EXIT_DIFFERS, EXIT_EQUAL, read_verdict
+from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES
 from swift_stage2.terminal.parser import CommandParser
 
 _MARKER = ".swift-stage2-replay"
+_DIFFERS = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
         verdict.write(output)
         if EXIT_STATUS_FILE not in os.environ:  # else who started the ranks tells it
             _say(verdict.sentence)
-    return verdict.status
+    return 0 if verdict.is_equal else _DIFFERS
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
@@ -87,9 +87,9 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
     verdict = read_verdict(output)
     if verdict is None:
         _say(f"no verdict: the ranks ended with status {status}; see {logs}")
-        return status or EXIT_DIFFERS
+        return status or _DIFFERS
     _say(verdict.sentence)
-    return status if verdict.status == EXIT_EQUAL else verdict.status
+    return status if verdict.is_equal else _DIFFERS
 
 
 def _parser() -> argparse.ArgumentParser:

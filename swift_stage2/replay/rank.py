@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, chdir
@@ -22,9 +21,8 @@ from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.samples import usable_samples
-from swift_stage2.replay.recorded_run import RecordedRun
+from swift_stage2.replay.recorded_run import RecordedRun, ReplayVerdict
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
-from swift_stage2.replay.verdict import Verdict
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
@@ -36,7 +34,7 @@ from swift_stage2.training.sft import train
 _OWN_PLACE = {"add_version": False, "report_to": ["none"], "push_to_hub": False, "logging_dir": None}
 
 
-def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
+def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> ReplayVerdict:
     """Takes the recorded steps, on as many ranks as the run had. Every rank comes to the same verdict.
 
     Raises:
@@ -53,40 +51,26 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> Verdict:
         return _replay(recorded, output, rank)
 
 
-def _replay(recorded: RecordedRun, output: Path, rank: int) -> Verdict:
+def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
+    swift = {**recorded.config["swift"], **_OWN_PLACE, "output_dir": str(output)}
     config_path = output / "config" / f"rank{rank}.yaml"
     try:
         config_path.parent.mkdir(parents=True, exist_ok=True)
-        config_path.write_text(write_yaml(_config_of(recorded, output)), encoding="utf-8")
+        config_path.write_text(write_yaml({**recorded.config, "swift": swift}), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--output must be a directory that can be written, got {output} ({error}); name another one"
         ) from error
-    config = load_config(config_path)
-    _check_checkpoint(recorded, config, rank)
+    settings = load_config(config_path)
+    _check_checkpoint(recorded, settings, rank)
     learners: list[ReplayedLearner] = []
     difference = None
     try:
-        train(config, start_run=partial(_start_replay, recorded, learners), asks_servers=False)
+        train(settings, start_run=partial(_start_replay, recorded, learners), asks_servers=False)
     except ReplayDiffers as error:
         leave_job()  # raised on every rank alike
         difference = str(error)
-    num_compared = learners[0].num_compared if learners else 0
-    return Verdict(
-        first_step=recorded.first_step,
-        last_step=recorded.last_step,
-        num_b_steps=recorded.num_b_steps,
-        num_compared=num_compared,
-        unfinished_step=recorded.unfinished_step,
-        difference=difference,
-    )
-
-
-def _config_of(recorded: RecordedRun, output: Path) -> dict[str, Any]:
-    """The run's, with ms-swift's own files elsewhere."""
-    config = json.loads(json.dumps(recorded.config))
-    config["swift"] |= {**_OWN_PLACE, "output_dir": str(output)}
-    return dict(config)
+    return recorded.verdict(learners[0].num_compared if learners else 0, difference)
 
 
 def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) -> None:
@@ -139,14 +123,19 @@ def _start_replay(
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if rank == 0 else None,
         total_steps=total_steps,
     )
-    maker = None
-    if config.b_enabled:
-        maker = together(control, partial(_make_maker, config, rows, template))
-    steps = recorded.steps[rank]
-    learner = ReplayedLearner(steps, maker=maker, control=control, events=telemetry)
-    learners.append(learner)
+
+    def make_maker() -> PackMaker:
+        channel_b, task = config.stage2_ab.channel_b, make_task(config)
+        packing_length = channel_b.packing.packing_length
+        encoder = Encoder(template, packing_length=packing_length)
+        usable = usable_rows(rows, task, channel_b.rows_without_objects)
+        (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
+        return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
+
+    maker = together(control, make_maker) if config.b_enabled else None
+    learners.append(ReplayedLearner(recorded.steps[rank], maker=maker, control=control, events=telemetry))
     return Stage2Run(
-        learner,
+        learners[0],
         telemetry,
         control,
         None,
@@ -158,26 +147,13 @@ def _start_replay(
     )
 
 
-def _make_maker(config: Stage2Config, rows: Rows, template: Any) -> PackMaker:
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    encoder = Encoder(template, packing_length=packing_length)
-    task = make_task(config)
-    usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
-    (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
-    return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
-
-
 def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name, remedy in (
-        ("device", "use the run's"),
-        ("threads", f"set OMP_NUM_THREADS={before['threads']}"),
-    ):
+    remedies = {"device": "use the run's", "threads": f"set OMP_NUM_THREADS={before['threads']}"}
+    for name, remedy in remedies.items():
         if now[name] != before[name]:
             raise UserError(
                 f"bit-equal losses need the run's {name}, got {name}={now[name]}, recorded {before[name]}; {remedy}"
             )
     if now["versions"] != before["versions"]:
-        print(
-            f"[replay] warning: the run had other packages: {before['versions']}, now {now['versions']}",
-            flush=True,
-        )
+        told = f"the run had other packages: {before['versions']}, now {now['versions']}"
+        print(f"[replay] warning: {told}", flush=True)

@@ -1,15 +1,16 @@
-"""Joins record and ledger of every rank into the steps that a run took: plan, packs, completions, losses. Pure.
+"""The steps that a run took (plan, packs, completions, losses), joined from record and ledger, and a replay's verdict.
 
-Only the last process that every rank began, and of it only the steps that every rank ended. Called by ``command``
+Only the last process that every rank began, and of it only the steps that every rank ended. Read by ``command``
 and by every rank of a replay, which all come to the same result.
 """
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, record_path
 from swift_stage2.telemetry.reading import Process, read_audit, read_ledger, run_of, split_by_process
 from swift_stage2.telemetry.record_forms import RECORD_FORMS, has_form
+
+_VERDICT_FILE = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,66 @@ class RecordedRun:
     steps: Mapping[int, tuple[RecordedStep, ...]]
 
     @property
-    def num_b_steps(self) -> int:
-        """Those of channel B, among the steps that every rank ended."""
-        return sum(step.channel is Channel.B and step.losses is not None for step in self.steps[0])
-
-    @property
     def unfinished_step(self) -> int | None:
         """The step behind ``last_step``, if it is asked for and there is one."""
         return self.steps[0][-1].step if self.steps[0][-1].losses is None else None
+
+    def verdict(self, num_compared: int, difference: str | None) -> ReplayVerdict:
+        """Of a replay that found ``num_compared`` steps bit-equal, and then ``difference``."""
+        return ReplayVerdict(
+            first_step=self.first_step,
+            last_step=self.last_step,
+            num_b_steps=sum(step.channel is Channel.B and step.losses is not None for step in self.steps[0]),
+            num_compared=num_compared,
+            unfinished_step=self.unfinished_step,
+            difference=difference,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayVerdict:
+    """How a replay ended: ``num_compared`` steps from ``first_step`` on had the recorded losses on every rank."""
+
+    first_step: int
+    last_step: int
+    num_b_steps: int
+    """Of channel B, among the steps that every rank ended."""
+    num_compared: int
+    unfinished_step: int | None
+    """Taken as well, with nothing to compare it to."""
+    difference: str | None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every recorded step was taken and had the recorded losses."""
+        return self.difference is None and self.num_compared == self.last_step - self.first_step + 1
+
+    @property
+    def sentence(self) -> str:
+        """One line for a person."""
+        if self.difference is not None:
+            return f"differs: {self.difference}; steps before it, all bit-equal: {self.num_compared}"
+        if not self.is_equal:
+            return (
+                f"not finished: steps from step {self.first_step} on, all bit-equal: {self.num_compared}; the record "
+                f"goes to step {self.last_step}"
+            )
+        step = self.unfinished_step
+        more = "" if step is None else f"; step {step}, which the run did not end, ended here"
+        return (
+            f"equal: every loss of steps {self.first_step} to {self.last_step}, {self.num_b_steps} of them on channel "
+            f"B, is bit-equal on every rank{more}"
+        )
+
+    def write(self, output: Path) -> None:
+        """Leaves it in ``output`` for who started the ranks."""
+        (output / _VERDICT_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def read_verdict(output: Path) -> ReplayVerdict | None:
+    """The verdict that rank 0 left; None if it ended before it could."""
+    path = output / _VERDICT_FILE
+    return ReplayVerdict(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
@@ -88,14 +143,12 @@ def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
     Raises:
         UserError: no record, a rank's is missing or damaged, no step was ended, or record and ledger disagree.
     """
-    starts, records, ledgers = _last_process(run_dir)
-    start = starts[0]
+    records, ledgers = _last_process(run_dir)
+    start = records[0][0]
     joins = {rank: _Join(rank, records[rank], ledgers[rank]) for rank in records}
     last = _last_whole_step(run_dir, start["step"], joins)
     planned = unfinished and all(last + 1 in join.plans for join in joins.values())
-    steps = {
-        rank: join.steps(start["step"], last, last + 1 if planned else None) for rank, join in joins.items()
-    }
+    steps = {rank: join.steps(start["step"], last, with_next=planned) for rank, join in joins.items()}
     for rank, of_rank in steps.items():
         for mine, first in zip(of_rank, steps[0], strict=True):
             if mine.channel is not first.channel:
@@ -103,22 +156,21 @@ def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
                     f"every step has one channel on all ranks, got step {mine.step}: {first.channel} on rank 0, "
                     f"{mine.channel} on rank {rank}; the record was changed"
                 )
-    ledger_start = ledgers[0][0] if ledgers[0] else {}
     return RecordedRun(
         directory=run_dir,
         run_id=start["run_id"],
         world_size=start["world_size"],
         first_step=start["step"],
         last_step=last,
-        save_id=ledger_start.get("save_id"),
+        save_id=ledgers[0][0].get("save_id") if ledgers[0] else None,
         config=start["config"],
         surroundings=start["surroundings"],
         steps=steps,
     )
 
 
-def _last_process(run_dir: Path) -> tuple[dict[int, Record], dict[int, Process], dict[int, Process]]:
-    """Its start, record and ledger by rank; the last process that every rank began."""
+def _last_process(run_dir: Path) -> tuple[dict[int, Process], dict[int, Process]]:
+    """Record and ledger by rank of the last process that every rank began. Without channel B the ledger is empty."""
     if not record_path(run_dir, 0).is_file():
         raise UserError(
             f"a replay needs {record_path(run_dir, 0)}, got no such file; name the run directory (swift.output_dir and "
@@ -140,15 +192,13 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Record], dict[int, Process],
     common = [run_id for run_id in processes[0] if all(run_id in of_rank for of_rank in processes.values())]
     if not common:
         raise UserError(f"no process of {run_dir} was begun by every rank; there is nothing to replay")
-    records = {rank: of_rank[common[-1]] for rank, of_rank in processes.items()}
-    ledgers = {rank: _ledger_of(run_dir, rank, common[-1]) for rank in records}
-    return {rank: process[0] for rank, process in records.items()}, records, ledgers
-
-
-def _ledger_of(run_dir: Path, rank: int, run_id: str) -> Process:
-    """Empty without a ledger, which a run without channel B does not have."""
-    path = ledger_path(run_dir, rank)
-    return _processes(read_ledger(path)).get(run_id, ()) if path.is_file() else ()
+    run_id = common[-1]
+    paths = {rank: ledger_path(run_dir, rank) for rank in processes}
+    ledgers = {
+        rank: _processes(read_ledger(path)).get(run_id, ()) if path.is_file() else ()
+        for rank, path in paths.items()
+    }
+    return {rank: of_rank[run_id] for rank, of_rank in processes.items()}, ledgers
 
 
 def _read_record(path: Path) -> list[Record]:
@@ -209,9 +259,9 @@ class _Join:
             if line["kind"] == Entry.TRAINED:
                 self._trained[line["step"]].append(line["pack_id"])
 
-    def steps(self, first: int, last: int, unfinished: int | None) -> tuple[RecordedStep, ...]:
-        whole = [self._step(step, tuple(self.losses[step])) for step in range(first, last + 1)]
-        return (*whole, *([] if unfinished is None else [self._step(unfinished, None)]))
+    def steps(self, first: int, last: int, *, with_next: bool) -> tuple[RecordedStep, ...]:
+        whole = tuple(self._step(step, tuple(self.losses[step])) for step in range(first, last + 1))
+        return (*whole, self._step(last + 1, None)) if with_next else whole
 
     def _step(self, step: int, losses: tuple[str, ...] | None) -> RecordedStep:
         channel, pack_ids = Channel(self.plans[step]["channel"]), self._trained.get(step, [])

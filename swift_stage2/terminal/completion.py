@@ -59,7 +59,7 @@ def _branch(pattern: str, words: Sequence[str]) -> str:
 
 
 def _help(*words: str) -> str:
-    if words[:1] == ("bench",):  # it would take this process's place
+    if words and words[0] in ("bench", "gpu-check"):  # it would take this process's place
         command = (sys.executable, "-m", "swift_stage2", *words, "--help")
         return subprocess.run(
             command, stdout=subprocess.PIPE, text=True, timeout=_BENCH_S, check=False

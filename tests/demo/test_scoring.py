@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.make_stage1 import Stage1
 from swift_stage2.demo import scoring
 from swift_stage2.demo.grounding_dataset import PROMPT, answer_text, write_dataset
-from swift_stage2.demo.make_stage1 import Stage1
 from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
 from swift_stage2.demo.scoring import DetectionScore, score_detections
 
@@ -136,13 +137,13 @@ def test_the_command_scores_every_checkpoint_as_plain_generation_does(
 ) -> None:
     """ms-swift's engine and template against Hugging Face's generate on the same scenes."""
     out = tmp_path / "scores.json"
-    argv = scoring.evaluation_command(rows, out, (stage1_directory, stage1_directory))
-    assert scoring.main(argv[3:]) == 0
+    files = ["--rows", rows, "--out", out, stage1_directory, stage1_directory]
+    assert scoring.main(list(map(str, files))) == 0
     scenes = _scenes()
     answers = [scoring.parse_answer(_plain_answer(stage1, scene)) for scene in scenes]
     expected = score_detections(answers, [scene.objects for scene in scenes])
     assert expected.f1 > 0
-    assert scoring.read_scores(out) == (expected, expected)
+    assert json.loads(out.read_text()) == [asdict(expected)] * 2
 
 
 def test_scores_appear_whole_or_not_at_all(rows: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ HALF = b'{"kind":"losses","time":17952'
 def test_steps_hold_plan_packs_completions_and_losses(tmp_path: Path) -> None:
     RecordedRank(tmp_path).train("ABA")
     run = read_run(tmp_path)
-    assert (run.first_step, run.last_step, run.num_b_steps, run.world_size) == (0, 2, 1, 1)
+    assert (run.first_step, run.last_step, run.verdict(0, None).num_b_steps, run.world_size) == (0, 2, 1, 1)
     first, second, third = run.steps[0]
     assert [str(step.channel) for step in run.steps[0]] == ["A", "B", "A"]
     assert first.packs == third.packs == ()
@@ -42,10 +42,10 @@ def test_a_killed_run_has_the_steps_that_every_rank_ended(tmp_path: Path) -> Non
         with path.open("ab") as file:
             file.write(HALF)
     run = read_run(tmp_path)
-    assert (run.last_step, run.unfinished_step, run.num_b_steps) == (1, None, 0)
+    assert (run.last_step, run.unfinished_step, run.verdict(0, None).num_b_steps) == (1, None, 0)
     assert [len(steps) for steps in run.steps.values()] == [2, 2]
     hung = read_run(tmp_path, unfinished=True)
-    assert (hung.last_step, hung.unfinished_step, hung.num_b_steps) == (1, 2, 0)
+    assert (hung.last_step, hung.unfinished_step, hung.verdict(0, None).num_b_steps) == (1, 2, 0)
     assert all(steps[-1].losses is None and len(steps[-1].packs) == 2 for steps in hung.steps.values())
 
 

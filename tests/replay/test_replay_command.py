@@ -13,10 +13,10 @@ from recorded_files import RecordedRank
 from swift_stage2.cli import main
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.replay import command
-from swift_stage2.replay.verdict import Verdict, read_verdict
+from swift_stage2.replay.recorded_run import ReplayVerdict, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
 
-VERDICT = Verdict(
+VERDICT = ReplayVerdict(
     first_step=3, last_step=9, num_b_steps=2, num_compared=7, unfinished_step=None, difference=None
 )
 
@@ -140,27 +140,27 @@ def test_a_rank_without_a_place_to_write_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("changes", "is_equal", "words"),
     [
-        ({}, 0, "equal: every loss of steps 3 to 9, 2 of them on channel B, is bit-equal on every rank"),
-        ({"unfinished_step": 10}, 0, "every rank; step 10, which the run did not end, ended here"),
+        ({}, True, "equal: every loss of steps 3 to 9, 2 of them on channel B, is bit-equal on every rank"),
+        ({"unfinished_step": 10}, True, "every rank; step 10, which the run did not end, ended here"),
         (
             {"num_compared": 6, "difference": "step 9"},
-            1,
+            False,
             "differs: step 9; steps before it, all bit-equal: 6",
         ),
         (
             {"num_compared": 2},
-            1,
+            False,
             "not finished: steps from step 3 on, all bit-equal: 2; the record goes to step 9",
         ),
     ],
 )
 def test_a_verdict_is_a_status_and_a_sentence(
-    tmp_path: Path, changes: dict[str, object], status: int, words: str
+    tmp_path: Path, changes: dict[str, object], is_equal: bool, words: str
 ) -> None:
     verdict = replace(VERDICT, **changes)  # type: ignore[arg-type]
-    assert verdict.status == status
+    assert verdict.is_equal is is_equal
     assert words in verdict.sentence
     verdict.write(tmp_path)
     assert read_verdict(tmp_path) == verdict

@@ -1,18 +1,55 @@
-"""Stages *machine* and *arithmetic*: what device every figure belongs to, and that it computes what the CPU does."""
+"""The check's device: timing and memory on it, and stages *machine* and *arithmetic*.
+
+They say what device every figure belongs to, and that it computes what the CPU does.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
-from swift_stage2.errors import CheckFailed
-from swift_stage2.gpu_check.measuring import timed
-from swift_stage2.gpu_check.stage import Context
+from benchmarks.gpu_check.stage import CheckFailed, Context
 from swift_stage2.weights.tensors import all_finite, checksum_tensor
+
+_GIB = 1 << 30
+
+ResultT = TypeVar("ResultT")
+
+
+def synchronise(device: str) -> None:
+    """Waits until the device has done all that was queued."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: str, work: Callable[[], ResultT]) -> tuple[ResultT, float]:
+    """Returns the result of ``work``, and its seconds with all that it queued."""
+    synchronise(device)
+    started = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return result, time.perf_counter() - started
+
+
+def free_memory(device: str) -> None:
+    """Gives back what nobody holds any more, and starts a new peak."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: str) -> float:
+    """The most that tensors held on the GPU since ``free_memory``, GiB; 0 on the CPU, where nothing counts it."""
+    return 0.0 if device == "cpu" else torch.cuda.max_memory_allocated(device) / _GIB
+
 
 _PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
@@ -21,7 +58,6 @@ _REAL_SHAPES = ((2048,), (3420, 1280), (11_008, 2048), (151_936, 2048))
 _REHEARSED_SHAPES = ((96,), (256, 96), (1301, 128))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _REPEATS = 5
-_GIB = 1 << 30
 
 
 def machine(context: Context) -> None:
@@ -30,7 +66,7 @@ def machine(context: Context) -> None:
     Raises:
         CheckFailed: there is no device, or it computes nothing.
     """
-    note = context.figures.note
+    note = context.note
     note("python", platform.python_version())
     note("torch", torch.__version__)
     for package in _PACKAGES:
@@ -57,7 +93,7 @@ def machine(context: Context) -> None:
 
 def arithmetic(context: Context) -> None:
     """Raises ``CheckFailed`` at the first tensor whose answers differ."""
-    device, note = context.device, context.figures.note
+    device, note = context.device, context.note
     shapes = _REHEARSED_SHAPES if context.rehearsal else _REAL_SHAPES
     num_compared = 0
     for name, tensor in _tensors(shapes):

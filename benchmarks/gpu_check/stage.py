@@ -1,16 +1,33 @@
-"""Every stage in the order in which they run, cheap ones first; what one is given and the figures that it leaves."""
+"""Every stage in the order in which they run, cheap ones first; what one is given, and the page of what they found.
+
+``gpu-check.json`` and ``gpu-check.md`` are written with every stage; its figures as they come.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
+from swift_stage2.errors import Stage2Error
 from swift_stage2.whole_file import write_whole
 
+JSON_FILE = "gpu-check.json"
+PAGE_FILE = "gpu-check.md"
+FIGURES_FILE = "figures.json"
+
 Figure = str | int | float | bool
+
+
+class CheckFailed(Stage2Error):
+    """A stage found something that must not be."""
+
+
+class CheckSkipped(Stage2Error):
+    """A stage cannot run on this machine; the message says why."""
 
 
 class Status(StrEnum):
@@ -37,7 +54,7 @@ class Stage:
     """Further keyword arguments of the function."""
 
 
-_HERE = "swift_stage2.gpu_check"
+_HERE = "benchmarks.gpu_check"
 _SWIFT = ("swift", "datasets", "peft", "fastapi", "uvicorn")
 
 STAGES = (
@@ -45,15 +62,15 @@ STAGES = (
           proves="what device and which packages are there"),
     Stage("arithmetic", 3, f"{_HERE}.device:arithmetic",
           proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
-    Stage("real-shapes", 6, f"{_HERE}.real_sizes:shapes", needs=("transformers",),
+    Stage("real-shapes", 6, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
           proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
-    Stage("isolation", 6, f"{_HERE}.isolation:run", needs=_SWIFT,
+    Stage("isolation", 6, f"{_HERE}.training:isolation", needs=_SWIFT,
           proves="packed segments do not see each other, and an injected leak is seen"),
-    Stage("streams", 3, f"{_HERE}.streams:run",
+    Stage("streams", 3, f"{_HERE}.transfers:streams",
           proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
-    Stage("round-memory", 7, f"{_HERE}.real_sizes:round_memory", needs=("transformers", "peft"),
+    Stage("round-memory", 7, f"{_HERE}.real_shapes:round_memory", needs=("transformers", "peft"),
           proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
-    Stage("handover", 4, f"{_HERE}.handover:run",
+    Stage("handover", 4, f"{_HERE}.transfers:handover",
           proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
     Stage("learner-lora", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},
           proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
@@ -68,24 +85,6 @@ STAGES = (
 )  # fmt: skip
 
 
-class FigureLog:
-    """Named figures, written to a file with each new one: a process that dies leaves those it had."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._figures: dict[str, Figure] = {}
-
-    def note(self, name: str, value: Figure) -> None:
-        """Adds a figure. Names end in their unit, as ``_s`` or ``_gib``."""
-        self._figures[name] = round(value, 4) if isinstance(value, float) else value
-        write_whole(self._path, json.dumps(self._figures))
-
-    @staticmethod
-    def read(path: Path) -> dict[str, Figure]:
-        """Reads the notes of a file; empty if there are none."""
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """The place and the time that a stage has to run."""
@@ -95,9 +94,9 @@ class Context:
     scratch: Path
     """Shared by all stages of a check; removed at its end."""
     logs: Path
-    """For the logs of processes that a stage starts."""
+    """Gets the figures, and the logs of processes that a stage starts."""
     deadline_s: float
-    figures: FigureLog
+    figures: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -109,8 +108,55 @@ class Context:
         """Of weights, in torch's words. Half precision is what a GPU trains in and too slow to rehearse."""
         return "float32" if self.rehearsal else "bfloat16"
 
+    def note(self, name: str, value: Figure) -> None:
+        """Adds a figure and writes all: a process that dies leaves those it had. Names end in their unit, as ``_s``."""
+        self.figures[name] = round(value, 4) if isinstance(value, float) else value
+        write_whole(self.logs / FIGURES_FILE, json.dumps(self.figures))
+
 
 def one_line(text: str, limit: int = 300) -> str:
     """Text without breaks, and not longer than a row of a table bears."""
     whole = " ".join(text.split())
     return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
+
+
+def write_report(
+    directory: Path, stages: Sequence[Mapping[str, Any]], *, rehearsal: bool, finished: bool, seconds: float
+) -> None:
+    """Writes both files with the records of ``stages``; ``finished``: there are no more."""
+    whole = {"rehearsal": rehearsal, "finished": finished, "seconds": round(seconds, 1), "stages": stages}
+    write_whole(directory / JSON_FILE, json.dumps(whole, indent=1) + "\n")
+    write_whole(directory / PAGE_FILE, page(whole))
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """``report`` is what ``gpu-check.json`` holds: ``rehearsal``, ``finished``, ``seconds``, ``stages`` as records."""
+    stages = report["stages"]
+    device = next(
+        (each["figures"]["device"] for each in stages if "device" in each["figures"]), "device unknown"
+    )
+    heading = f"# GPU check: {device}\n"
+    if report["rehearsal"]:
+        heading = "# GPU check, rehearsed on a CPU\n\nNo figure on this page says anything about a GPU.\n"
+    counts = ", ".join(f"{sum(each['status'] == status for each in stages)} {status}" for status in Status)
+    unended = "" if report["finished"] else " The check was interrupted; later stages are missing."
+    rows = [
+        (each["name"], each["status"], f"{each['seconds']:.0f}", each["why"] or each["proves"])
+        for each in stages
+    ]
+    tables = _table(("stage", "outcome", "s", "what it shows, or why not"), rows)
+    for each in stages:
+        if each["figures"]:
+            tables += f"\n## {each['name']}, on {device}\n\n"
+            tables += _table(("figure", "value"), each["figures"].items())
+    return f"{heading}\n{counts}; {report['seconds']:.0f} s in all.{unended}\n\n{tables}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")

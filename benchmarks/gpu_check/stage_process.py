@@ -16,21 +16,19 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from swift_stage2.errors import CheckSkipped
-from swift_stage2.gpu_check.stage import STAGES, Context, FigureLog, Stage, Status, one_line
+from benchmarks.gpu_check.stage import STAGES, CheckSkipped, Context, Stage, Status, one_line
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, StopSignals, adopt_orphans
 from swift_stage2.whole_file import write_whole
 
-PROGRAM = "swift_stage2.gpu_check.stage_process"
-FIGURES_FILE = "figures.json"
+PROGRAM = "benchmarks.gpu_check.stage_process"
 _RECORD_FILE = "record.json"
 _SIGNALLED = 128
 _GRACE_S = 10.0
 
 
 def run_child(
-    stage: Stage,
+    name: str,
     results: Path,
     scratch: Path,
     environment: Mapping[str, str],
@@ -44,7 +42,7 @@ def run_child(
         SystemExit: signal n came, SIGINT, SIGTERM or SIGHUP; the stage has been ended. Its code is 128 + n.
     """
     argv = (
-        sys.executable, "-u", "-m", PROGRAM, stage.name,
+        sys.executable, "-u", "-m", PROGRAM, name,
         "--results", str(results), "--scratch", str(scratch), "--deadline-s", str(deadline_s),
         *(["--rehearse"] if rehearsal else []),
     )  # fmt: skip
@@ -83,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch=options.scratch,
         logs=options.results,
         deadline_s=options.deadline_s,
-        figures=FigureLog(options.results / FIGURES_FILE),
     )
     status, why = run_stage(stage, context)
     write_whole(options.results / _RECORD_FILE, json.dumps({"status": status.value, "why": why}))

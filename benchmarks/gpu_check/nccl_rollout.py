@@ -11,23 +11,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import psutil
 import torch
 
+from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
+from benchmarks.servers import BenchServer, BenchServers, ServerKind
+from benchmarks.sync import TextCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, free_ports, server_entry
-from swift_stage2.errors import CheckFailed, CheckSkipped
-from swift_stage2.gpu_check.processes import Server, StageProcesses
-from swift_stage2.gpu_check.stage import Context
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
@@ -37,7 +36,6 @@ _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0
 _BUCKET_MIB = 512
 _MIB = 1 << 20
-_CANARY_TOKENS = 4
 
 
 class _DisturbedTransport(StockTransport):
@@ -54,50 +52,20 @@ class _DisturbedTransport(StockTransport):
         super().send(flat, deadline)
 
 
-class _TextCanary:
-    """A greedy question without an image; the answer is Hugging Face's own ``generate``."""
-
-    def __init__(self, module: Any, tokenizer: Any) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "Detect all objects"}]}
-        self.config = protocol.request_config(
-            max_new_tokens=_CANARY_TOKENS,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=-1,
-            repetition_penalty=1.0,
-            seed=1,
-        )
-        self._module = module
-        text = tokenizer.apply_chat_template(
-            self.request["messages"], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(module.device)
-        self._prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        self._answer: list[int] = []
-
-    def answer(self) -> None:
-        with torch.no_grad():
-            tokens = self._module.generate(**self._prompt, max_new_tokens=_CANARY_TOKENS, do_sample=False)
-        self._answer = tokens[0, self._prompt["input_ids"].shape[1] :].tolist()
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return list(token_ids)[: len(self._answer)] == self._answer[: len(token_ids)] and bool(token_ids)
-
-
 def run(context: Context) -> None:
     """Raises ``CheckSkipped`` without two GPUs, ``CheckFailed`` where a round is not what it must be."""
     num_devices = 0 if context.rehearsal else torch.cuda.device_count()
     if not context.rehearsal and num_devices < 2:
         raise CheckSkipped(f"needs two GPUs, one for the server alone, got {num_devices}")
-    with StageProcesses(context.logs) as processes:
+    with BenchServers(context.logs) as processes:
         _rounds_at(context, processes, 1)
         if num_devices > 2:
             _rounds_at(context, processes, 2)
         else:
-            context.figures.note("tp2", "left out: needs three GPUs")
+            context.note("tp2", "left out: needs three GPUs")
 
 
-def _rounds_at(context: Context, processes: StageProcesses, tensor_parallel: int) -> None:
+def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) -> None:
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
     device = torch.device(context.device)
@@ -116,14 +84,14 @@ def _rounds_at(context: Context, processes: StageProcesses, tensor_parallel: int
         [ServerEndpoint(server.base_url, server.group_port)],
         control=SingleRank(),
         export=WeightExport(module),
-        canary=_TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
+        canary=TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
         make_transport=make_transport,
         run_id="gpu-check",
         timeout_s=_ROUND_TIMEOUT_S,
         bucket_mib=_BUCKET_MIB,
     )
     versions = count(1)
-    note = context.figures.note
+    note = context.note
     for _ in range(_NUM_ROUNDS):
         outcome = sync.run(next(versions), [0])
         _require_proven(outcome)
@@ -138,18 +106,18 @@ def _rounds_at(context: Context, processes: StageProcesses, tensor_parallel: int
         if report.proven:
             raise CheckFailed(f"a round whose server got {number.name} must fail, it was proven")
         _signal_below(tree, signal.SIGKILL)
-        processes.end(server.tree)
+        processes.end(server)
         sync.distrust([0])
         server = _start(context, processes, ports, tensor_parallel)
         _require_proven(sync.run(next(versions), [0]))
         note(f"tp{tensor_parallel}_free_after_{number.name}_mib", _free_mib(context))
     sync.close()
-    processes.end(server.tree)
+    processes.end(server)
 
 
 def _start(
-    context: Context, processes: StageProcesses, ports: tuple[int, ...], tensor_parallel: int
-) -> Server:
+    context: Context, processes: BenchServers, ports: tuple[int, ...], tensor_parallel: int
+) -> BenchServer:
     options: dict[str, Any] = {"model": str(STAGE1), "host": "127.0.0.1", "port": ports[0]}
     if context.rehearsal:
         entry = server_entry(ServerEngine.SWIFT)
@@ -165,12 +133,12 @@ def _start(
         devices = named[1:] if len(named) > 1 else [str(n) for n in range(1, torch.cuda.device_count())]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:tensor_parallel])}
     argv = (sys.executable, "-u", "-m", "swift.cli.rollout", *as_argv(options))
-    tree = processes.start("stock", argv, environment)
+    tree = processes.start_process("stock", argv, environment)
     base_url = f"http://127.0.0.1:{ports[0]}"
     processes.await_answer(base_url, tree)
     with ServerSession(base_url) as session:
         session.get("/health/", Deadline(_ROUND_TIMEOUT_S))
-    return Server(base_url, ports[1], tree)
+    return BenchServer(ServerKind.STOCK, base_url, ports[1], tree)
 
 
 def _signal_below(tree: ProcessTree, number: int) -> None:

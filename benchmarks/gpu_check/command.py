@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -20,10 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks.gpu_check import wheels
+from benchmarks.gpu_check.stage import FIGURES_FILE, JSON_FILE, PAGE_FILE, STAGES, Stage, Status, write_report
 from swift_stage2.errors import UserError
-from swift_stage2.gpu_check import wheels
-from swift_stage2.gpu_check.report import JSON_FILE, PAGE_FILE, Report
-from swift_stage2.gpu_check.stage import STAGES, FigureLog, Stage, Status
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
@@ -50,53 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{num_bytes / (1 << 20):.1f} MiB of wheels for Python {options.python} in {options.collect}")
         return 0
     started = time.monotonic()
+    records: list[dict[str, Any]] = []
+    chosen = [stage for stage in STAGES if not options.stages or stage.name in ("machine", *options.stages)]
     with _scratch_directory() as scratch:
-        environment = _environment(options, scratch)
-        machine, *others = [
-            stage for stage in STAGES if not options.stages or stage.name in ("machine", *options.stages)
-        ]
-        left_s = options.deadline_s - _RESERVE_S - (time.monotonic() - started)
-        record = _run(machine, [machine, *others], left_s, scratch / "logs", scratch, environment, options)
-        if record["status"] == Status.FAILED and not options.rehearse:
-            why = record["why"]
-            raise UserError(f"a GPU check needs a GPU: {why}; run it where there is one, or with --rehearse")
-        directory = claim_directory(options.output, keep=options.keep)  # only now: it clears an earlier check
-        shutil.copytree(scratch / "logs", directory / "logs")
-        report = Report(directory, rehearsal=options.rehearse, started=started)
-        report.add(record, finished=not others)
-        for index, stage in enumerate(others):
-            left_s = options.deadline_s - _RESERVE_S - report.elapsed_s
-            record = _run(stage, others[index:], left_s, directory / "logs", scratch, environment, options)
-            report.add(record, finished=index + 1 == len(others))
+        environment, logs = _environment(options, scratch), scratch / "logs"
+        for index, stage in enumerate(chosen):
+            left_s = options.deadline_s - _RESERVE_S - (time.monotonic() - started)
+            deadline_s = time_for(chosen[index:], left_s)
+            records.append(_run(stage, deadline_s, logs / stage.name, scratch, environment, options))
+            if index == 0:  # the machine; only now, since it clears an earlier check
+                if records[0]["status"] == Status.FAILED and not options.rehearse:
+                    raise UserError(
+                        f"a GPU check needs a GPU: {records[0]['why']}; run it where there is one, or with --rehearse"
+                    )
+                directory = claim_directory(options.output, keep=options.keep)
+                logs = shutil.copytree(logs, directory / "logs")
+            finished, seconds = len(records) == len(chosen), time.monotonic() - started
+            write_report(directory, records, rehearsal=options.rehearse, finished=finished, seconds=seconds)
     print(f"report: {directory / PAGE_FILE} and {JSON_FILE}")
-    return _FAILED if report.num_failed else 0
+    return _FAILED if any(record["status"] == Status.FAILED for record in records) else 0
 
 
-def time_for(stage: Stage, left: Sequence[Stage], left_s: float) -> float | None:
+def time_for(left: Sequence[Stage], left_s: float) -> float | None:
     """Seconds for the first of ``left``: its share of ``left_s`` by weight, or a bare minimum; None without that."""
-    share_s = left_s * stage.weight / sum(each.weight for each in left)
+    share_s = left_s * left[0].weight / sum(each.weight for each in left)
     return min(left_s, max(_LEAST_STAGE_S, share_s)) if left_s >= _LEAST_STAGE_S else None
 
 
 def _run(
-    stage: Stage, left: Sequence[Stage], left_s: float, logs: Path, scratch: Path,
+    stage: Stage, deadline_s: float | None, results: Path, scratch: Path,
     environment: Mapping[str, str], options: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the record of one stage, which is skipped when its time is over. Raises as ``run_child``."""
+    """Returns the record of one stage, which is skipped without a deadline. Raises as ``run_child``."""
     # Needs psutil, which --wheels may have to bring; so not before.
-    from swift_stage2.gpu_check.stage_process import FIGURES_FILE, run_child
+    from benchmarks.gpu_check.stage_process import run_child
 
     print(f"{stage.name} …", flush=True)
-    results = logs / stage.name
     results.mkdir(parents=True)
     began = time.monotonic()
-    deadline_s = time_for(stage, left, left_s)
     if deadline_s is None:
         status, why = Status.SKIPPED, f"too little of --deadline-s {options.deadline_s:g} is left"
     else:
         status, why = run_child(
-            stage, results, scratch, environment, deadline_s=deadline_s, rehearsal=options.rehearse
+            stage.name, results, scratch, environment, deadline_s=deadline_s, rehearsal=options.rehearse
         )
+    figures = results / FIGURES_FILE
     print(f"{stage.name}: {status.value}{f', {why}' if why else ''}", flush=True)
     return {
         "name": stage.name,
@@ -104,7 +102,7 @@ def _run(
         "status": status.value,
         "why": why,
         "seconds": round(time.monotonic() - began, 1),
-        "figures": FigureLog.read(results / FIGURES_FILE),
+        "figures": json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {},
     }
 
 

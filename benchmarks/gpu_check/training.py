@@ -1,0 +1,331 @@
+"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3* and *two-ranks*: learner and our server on one device.
+
+``launch`` refuses a device for both, so they are started one by one, as a user with one GPU would. Weights of real
+widths with one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
+from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
+from benchmarks.servers import BenchServer, BenchServers, ServerKind
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import OBJECT_LIST
+from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
+from swift_stage2.channel_b.sample_source import read_sample
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.config import load_config
+from swift_stage2.config.swift_arguments import as_argv
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of, free_ports
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
+from swift_stage2.errors import ConfigError
+from swift_stage2.launch.job import last_cause
+from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.records import SampleKey
+from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.summary import RunSummary, summarise
+
+NUM_STEPS = 12
+_LEAST_ROUNDS = 3
+_LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 8, "target_modules": ["all-linear"],
+                         "freeze_vit": True, "freeze_aligner": True}  # fmt: skip
+_STOP_AFTER_ROUNDS = 2
+_MOST_STEPS = 2000
+
+
+def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> None:
+    """Trains to the end beside a server.
+
+    Raises:
+        CheckFailed: a process did not end well, or the run was not what it must be.
+    """
+    end = time.monotonic() + 0.9 * context.deadline_s
+    model = checkpoint(WIDE_4_LAYERS, context)
+    with BenchServers(context.logs) as processes:
+        server = start_server(context, processes, model)
+        job = write_job(
+            context, f"run-{context.logs.name}", model, server, num_steps=NUM_STEPS, sync_every_steps=3,
+            swift={**(_LORA if tuner == "lora" else {}), **(swift or {})},
+        )  # fmt: skip
+        started = time.monotonic()
+        await_end(processes, start_learner(context, processes, job), end)
+        context.note("learner_start_to_end_s", time.monotonic() - started)
+    summary = account(context, job, least_rounds=_LEAST_ROUNDS)
+    if summary.num_steps != NUM_STEPS:
+        raise CheckFailed(f"the learner must take {NUM_STEPS} steps, got {summary.num_steps}")
+
+
+def zero3(context: Context) -> None:
+    """Every parameter partitioned over one rank, as DeepSpeed holds it.
+
+    Raises:
+        CheckSkipped: DeepSpeed cannot be imported. Also what ``one_rank`` raises.
+    """
+    try:
+        import deepspeed  # noqa: F401
+    except Exception as error:  # it builds and probes while it is imported, and raises whatever that raises
+        raise CheckSkipped(f"DeepSpeed cannot be imported: {type(error).__name__}: {error}") from error
+    one_rank(context, "full", {"deepspeed": "zero3"})
+
+
+def two_ranks(context: Context) -> None:
+    """Rank 1 is asked to end when the first rounds are proven; both must stop after the same step.
+
+    Raises:
+        CheckFailed: the ranks disagree, a round is not proven, or SIGTERM does not end both alike.
+    """
+    end = time.monotonic() + 0.9 * context.deadline_s
+    with BenchServers(context.logs) as processes:
+        server = start_server(context, processes, STAGE1)
+        job = write_job(
+            context, "run-two-ranks", STAGE1, server, num_steps=_MOST_STEPS, sync_every_steps=4, num_ranks=2,
+            swift={"ddp_backend": "gloo", "lr_scheduler_type": "constant"},
+        )  # fmt: skip
+        learner = start_learner(context, processes, job)
+        asked: list[float] = []
+
+        def look() -> None:
+            if not asked and len(_records(job, 0, "round")) >= _STOP_AFTER_ROUNDS:
+                _rank_below(learner, "1").send_signal(signal.SIGTERM)
+                asked.append(time.monotonic())
+
+        await_end(processes, learner, end, look)
+        if not asked:
+            raise CheckFailed("both ranks ended before anybody asked them to")
+        context.note("sigterm_to_end_s", time.monotonic() - asked[0])
+    last = [_records(job, rank, "step")[-1]["step"] for rank in range(2)]
+    if last[0] != last[1] or last[0] >= _MOST_STEPS - 1:
+        raise CheckFailed(f"both ranks must stop after the same step, got last steps {last}")
+    account(context, job, least_rounds=_STOP_AFTER_ROUNDS)
+
+
+def await_end(
+    processes: BenchServers, tree: ProcessTree, end: float, each_moment: Callable[[], object] = lambda: None
+) -> None:
+    """Waits until the process has ended well.
+
+    Raises:
+        CheckFailed: it has not, or still runs at ``end`` (monotonic seconds).
+    """
+    while (status := tree.poll()) is None:
+        each_moment()
+        if time.monotonic() >= end:
+            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not")
+        processes.moment()
+    if status != 0:
+        cause = last_cause(tree.log_path, tree.log_offset)
+        raise CheckFailed(f"{tree.command.name} ended with status {status}: {cause}")
+
+
+def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
+    """Whole records of a rank's audit so far."""
+    path = audit_path(job.run_dir, rank)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in whole if record["kind"] == kind]
+
+
+def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
+    """The process of one rank below a torchrun below a warden.
+
+    Raises:
+        CheckFailed: it is not there.
+    """
+    for process in psutil.Process(tree.pid).children(recursive=True):
+        try:
+            # A rank's own children have its environment too; parents come first.
+            if process.environ().get("RANK") == rank:
+                return process
+        except psutil.Error:
+            continue
+    raise CheckFailed(f"rank {rank}, which is to be asked to end, is not there")
+
+
+_NUM_SCENES = 64
+_NEW_TOKENS = 24
+_ROUND_TIMEOUT_S = 120.0
+_CHECKED_PROOF = "checksums+canary"
+
+
+def start_server(context: Context, processes: BenchServers, model: Path) -> BenchServer:
+    """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
+    port, group_port = free_ports(2)
+    options = {
+        "external-plugins": str(TEMPLATE_FILE), "model-type": MODEL_TYPE, "template": MODEL_TYPE, "port": port,
+        "torch-dtype": context.dtype, "device": context.device, **({"num-threads": 1} if context.rehearsal else {}),
+    }  # fmt: skip
+    argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *as_argv(options))
+    tree = processes.start_process("server", argv, _threads(context))
+    base_url = f"http://127.0.0.1:{port}"
+    processes.await_answer(base_url, tree)
+    return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
+
+
+def write_job(
+    context: Context,
+    name: str,
+    model: Path,
+    server: BenchServer,
+    *,
+    num_steps: int,
+    sync_every_steps: int,
+    num_ranks: int = 1,
+    swift: Mapping[str, Any] | None = None,
+) -> DemoJob:
+    """Scenes and a YAML for a run of ``num_steps``, half of which want channel B."""
+    directory = context.scratch / name
+    rows = write_dataset(directory / "scenes", SceneKind.SHAPES, _NUM_SCENES, Split.TRAIN, 0)
+    on_gpu: dict[str, Any] = {} if context.rehearsal else {"use_cpu": False, "bf16": True}
+    job = DemoJob(
+        directory=directory,
+        rows=rows,
+        num_steps=num_steps,
+        b_ratio=0.5,
+        num_ranks=num_ranks,
+        model=model,
+        max_new_tokens=_NEW_TOKENS,
+        swift={
+            "torch_dtype": context.dtype, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
+            "logging_steps": 1, "report_to": ["none"], "save_strategy": "no", **on_gpu, **(swift or {}),
+        },
+    )  # fmt: skip
+    port = int(server.base_url.rpartition(":")[2])
+    config = config_of(job, (port, server.group_port))
+    config["launch"].pop("servers")
+    channel_b = config["stage2_ab"]["channel_b"]
+    channel_b["prefetch"]["sync_every_steps"] = sync_every_steps
+    channel_b["max_truncated_ratio"] = 1.0  # random weights never end their turn
+    config["rollout"]["sync"]["timeout_s"] = _ROUND_TIMEOUT_S
+    job.config_path.write_text(write_yaml(config), encoding="utf-8")
+    load_config(job.config_path)
+    return job
+
+
+def start_learner(context: Context, processes: BenchServers, job: DemoJob) -> ProcessTree:
+    """All ranks of the job, each on device 0 as if it were alone on its node."""
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={job.num_ranks}",
+        "--no-python",
+    )
+    rank = ("env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", sys.executable, "-u", "-m", "swift_stage2", "train")
+    argv = (sys.executable, "-u", *torchrun, *rank, str(job.config_path))
+    return processes.start_process("learner", argv, _threads(context))
+
+
+def _threads(context: Context) -> dict[str, str]:
+    """Beside a GPU learner and server sum weights on the CPU, each on half of its cores."""
+    num_threads = 1 if context.rehearsal else max(1, len(os.sched_getaffinity(0)) // 2)
+    return {"OMP_NUM_THREADS": str(num_threads)}
+
+
+def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
+    """Figures of a run, once every round of it is proven by sums and canary and both channels were trained.
+
+    Raises:
+        CheckFailed: one of these does not hold.
+    """
+    summary = summarise(job.run_dir)
+    note = context.note
+    note("num_steps", summary.num_steps)
+    note("num_b_steps", summary.num_b_run)
+    note("num_rounds_proven", summary.num_rounds_committed)
+    if summary.round_seconds is not None:
+        note("round_median_s", summary.round_seconds.median_s)
+    for phase, spread in summary.phase_seconds.items():
+        note(f"{phase}_median_s", spread.median_s)
+    for name, seconds in summary.activity[0].seconds.items():
+        note(f"rank0_{name}_s", seconds)
+    if summary.num_rounds_failed or summary.num_rounds_committed < least_rounds:
+        raise CheckFailed(
+            f"at least {least_rounds} rounds and none that failed are wanted, got "
+            f"proven={summary.num_rounds_committed} failed={summary.num_rounds_failed} {dict(summary.server_errors)}"
+        )
+    if set(summary.proofs) != {_CHECKED_PROOF}:
+        raise CheckFailed(f"rounds must be proven by sums and canary, got {dict(summary.proofs)}")
+    if summary.num_b_run == 0 or summary.num_disagreements or summary.missing_ranks:
+        raise CheckFailed(
+            f"both channels must be trained and ranks agree, got b_steps={summary.num_b_run} "
+            f"{dict(summary.skips)} disagreements={summary.num_disagreements} missing={summary.missing_ranks}"
+        )
+    return summary
+
+
+_NUM_SAMPLES = 4
+_FLASH = "flash_attention_2"
+
+
+def isolation(context: Context) -> None:
+    """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
+    from swift.model import get_model_processor
+
+    task = DetectionTask(
+        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
+        unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
+    )  # fmt: skip
+    file = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    samples = [read_sample(rows, task, SampleKey(0, index, index)) for index in range(_NUM_SAMPLES)]
+    with_flash = not context.rehearsal and importlib.util.find_spec("flash_attn") is not None
+    if not with_flash:
+        context.note(_FLASH, "left out: no flash_attn, or a rehearsal")
+    for implementation in ("sdpa", *([_FLASH] if with_flash else [])):
+        model, processor = get_model_processor(
+            str(STAGE1), model_type=TINY_VL, torch_dtype=getattr(torch, context.dtype),
+            device_map=context.device, attn_impl=implementation,
+        )  # fmt: skip
+        model.train(False)
+        encoder = Encoder(tiny_template(model, processor), packing_length=512)
+        batches = isolation_batches(encoder, task, samples)
+        try:
+            check_isolation(batches, partial(_packed_loss, model, leaks=False))
+        except ConfigError as error:
+            raise CheckFailed(f"{implementation}: sound packs are refused: {error}") from error
+        try:
+            check_isolation(batches, partial(_packed_loss, model, leaks=True))
+        except ConfigError as error:
+            context.note(f"{implementation}_with_leak", str(error))
+        else:
+            raise CheckFailed(f"{implementation}: packs whose segments see each other pass the check")
+
+
+def _packed_loss(model: Any, batch: dict[str, Any], *, leaks: bool) -> float:
+    """Summed loss of one collated pack, in float32. ``leaks``: the attention takes the pack for one text."""
+    if leaks:  # without text positions and borders
+        batch = {
+            name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))
+        }
+        batch["position_ids"] = batch["position_ids"][1:]
+    inputs = {
+        name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()
+    }
+    labels = inputs.pop("labels")
+    inputs.pop("loss_scale", None)
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits[0, :-1].float()
+    loss = torch.nn.functional.cross_entropy(
+        logits, labels[0, 1:], ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return float(loss)

@@ -1,0 +1,105 @@
+"""The GPU check's page of a report, the shapes that it calls real, and its folder of wheels."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check.real_shapes import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
+from benchmarks.gpu_check.stage import page
+from benchmarks.gpu_check.wheels import PINNED, install_missing
+from swift_stage2.demo.tiny_model import build_model
+from swift_stage2.errors import UserError
+
+
+def _stage(name: str, status: str = "passed", why: str = "", **figures: Any) -> dict[str, Any]:
+    return {"name": name, "proves": f"what {name} shows", "status": status, "why": why, "seconds": 1.2,
+            "figures": figures}  # fmt: skip
+
+
+def _report(*stages: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"rehearsal": False, "finished": True, "seconds": 12.3, "stages": list(stages), **changes}
+
+
+def test_every_stage_has_a_row_with_what_it_shows_or_why_not() -> None:
+    text = page(_report(_stage("a"), _stage("b", "failed", "it broke"), _stage("c", "skipped", "needs d")))
+    assert "1 passed, 1 failed, 1 skipped; 12 s in all." in text
+    assert "| a | passed | 1 | what a shows |" in text
+    assert "| b | failed | 1 | it broke |" in text
+    assert "| c | skipped | 1 | needs d |" in text
+
+
+def test_every_figure_stands_under_the_name_of_the_device() -> None:
+    text = page(_report(_stage("machine", device="NVIDIA X"), _stage("a", speed_gib_per_s=12.34567)))
+    assert text.startswith("# GPU check: NVIDIA X\n")
+    assert "## a, on NVIDIA X\n" in text
+    assert "| speed_gib_per_s | 12.35 |" in text
+
+
+def test_a_rehearsal_and_an_interruption_are_said() -> None:
+    text = page(_report(_stage("a"), rehearsal=True, finished=False))
+    assert "No figure on this page says anything about a GPU." in text
+    assert "The check was interrupted; later stages are missing." in text
+
+
+def test_a_word_that_would_end_a_cell_does_not() -> None:
+    assert "| a | failed | 1 | x \\| y |" in page(_report(_stage("a", "failed", "x | y")))
+
+
+def _num_parameters(shape: ModelShape) -> int:
+    assert shape.vocab_size is not None
+    with made_on("meta", "bfloat16"):
+        model = build_model(0, vocab_size=shape.vocab_size, text=shape.text, vision=shape.vision)
+    assert {parameter.element_size() for parameter in model.parameters()} == {2}
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ``total_size`` of each checkpoint's model.safetensors.index.json, in bytes of bfloat16.
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"), [(QWEN25_VL_3B, 7_509_245_952), (QWEN25_VL_7B, 16_584_333_312)], ids=lambda it: ""
+)
+def test_a_real_shape_has_the_published_number_of_parameters(shape: ModelShape, num_bytes: int) -> None:
+    assert 2 * _num_parameters(shape) == num_bytes
+
+
+def test_the_learners_model_is_small_enough_for_several_rounds() -> None:
+    assert _num_parameters(WIDE_4_LAYERS) < 1_000_000_000
+
+
+def _wheel(folder: Path, name: str) -> None:
+    """A wheel of one module, made by hand."""
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", "VALUE = 1\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
+    for name in ("stage2_no_such_package", "torch"):
+        _wheel(tmp_path, name)
+    private = tmp_path / "private"
+    assert install_missing(tmp_path, private) == ["stage2_no_such_package"]
+    assert (private / "stage2_no_such_package.py").exists()
+    assert not (private / "torch.py").exists()
+
+
+def test_a_folder_without_wheels_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="make it with --collect"):
+        install_missing(tmp_path, tmp_path / "private")
+
+
+def test_a_broken_wheel_is_told_in_pips_words(tmp_path: Path) -> None:
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no zip")
+    with pytest.raises(UserError, match="wheels cannot be installed"):
+        install_missing(tmp_path, tmp_path / "private")
+
+
+def test_every_package_is_pinned_once() -> None:
+    names = [pin.partition("==")[0] for pin in PINNED]
+    assert all("==" in pin for pin in PINNED)
+    assert len(set(names)) == len(names)
