@@ -45,7 +45,7 @@ from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.telemetry.trace import Trace
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 PACKAGE = Path(swift_stage2.__file__).parent
