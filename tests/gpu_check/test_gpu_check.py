@@ -89,6 +89,7 @@ def test_skipped_stages_fail_no_check_and_the_page_says_it_is_a_rehearsal(
     assert "H100" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_stage_with_a_learner_passes_in_the_rehearsal(tmp_path: Path, name: str) -> None:
     status, report, told = _check(tmp_path / "check", "--stages", name)

@@ -45,7 +45,7 @@ from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.telemetry.trace import Trace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 PACKAGE = Path(swift_stage2.__file__).parent
@@ -107,6 +107,7 @@ def _counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # --- a dialect ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_file: Path) -> None:
     config = _configured(tmp_path, SETTINGS[0])
     with pytest.raises(ConfigError, match=r"target\.dialect must be object_list or object_map, got dialect="):
@@ -136,6 +137,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
 # --- tasks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Path, rows_file: Path) -> None:
     config = _configured(tmp_path, SETTINGS[1])
     with pytest.raises(
@@ -222,12 +224,14 @@ def counting_run(
     return run
 
 
+@pytest.mark.slow
 def test_a_run_trains_a_users_task_on_both_channels(counting_run: LearnerRun) -> None:
     steps = counting_run.audit(0, "step")
     assert [step["channel"] for step in steps].count("B") > 5, [step["skip_reason"] for step in steps]
     assert counting_run.audit(0, "quarantine") == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
     evaluations = counting_run.audit(0, "evaluation")
     answered = [each for each in evaluations if each["counts"]["num_answered"]]
@@ -246,6 +250,7 @@ def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
 # --- a transport -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: LearnerRun) -> None:
     rounds = counting_run.audit(0, "round")
     assert rounds
@@ -258,6 +263,7 @@ def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: Learne
 # --- an engine ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_serves_under_its_name(files: Path, tmp_path: Path) -> None:
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
@@ -324,7 +330,7 @@ def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from swift_stage2.records import MatchQuality, SampleKey, Segment\n"
-        "from swift_stage2.telemetry import Telemetry\n"
+        "from swift_stage2.telemetry.facade import Telemetry\n"
         f"telemetry = Telemetry(Path({str(tmp_path / 'run')!r}), 0, 1, tensorboard=False, queue_limit=4)\n"
         "for said in (0, 2):\n"
         "    quality = MatchQuality(said, 3, 0, 0.0, 0, 0)\n"
