@@ -55,6 +55,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(f"left out: {len(items)} {what}: {why}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _torchruns_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where a torchrun that is started without --log-dir leaves one; pytest removes it with its other folders."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.getbasetemp() / "torchrun")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A real filesystem of one mebibyte, or of the size that a test's parameter names."""

@@ -96,10 +96,12 @@ def test_each_micro_step_trains_one_batch_and_short_windows_reserve_fewer_packs(
         assert short_b, "no B step fell on a short window; choose another number of rows"
 
 
-def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(long_run: LearnerRun) -> None:
+def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(
+    long_run: LearnerRun, num_steps: int
+) -> None:
     rounds = long_run.audit(0, "round")
     assert [record["version"] for record in rounds] == list(range(1, len(rounds) + 1))
-    assert len(rounds) >= 5
+    assert len(rounds) >= num_steps // 10
     assert {server["proof"] for record in rounds for server in record["servers"].values()} == {
         "checksums+canary"
     }
@@ -112,14 +114,16 @@ def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
         assert max(lags) <= 3
 
 
-def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(long_run: LearnerRun) -> None:
+def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(
+    long_run: LearnerRun, num_steps: int
+) -> None:
     assert main(["report", str(long_run.directory)]) == 0
     for rank, records in read_ledgers([long_run.directory]).items():
         packs = [(r["step"], r["pack_id"]) for r in records if r["kind"] == "trained"]
         steps = long_run.audit(rank, "step")
         assert packs == [(step["step"], pack["pack_id"]) for step in steps for pack in step["packs"]]
         places = [tuple(s[:2]) for r in records if r["kind"] == "trained" for s in r["samples"]]
-        assert len(places) == len(set(places)) > 30
+        assert len(places) == len(set(places)) > num_steps // 2
         before = {tuple(s[:2]) for r in records if r["kind"] == "sent" for s in r["samples"]}
         assert set(places) <= before
 
