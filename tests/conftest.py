@@ -29,23 +29,36 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-_left_out: list[pytest.Item] = []
+_without_disk: list[pytest.Item] = []
+_slow: list[pytest.Item] = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs a filesystem of its own where none may be mounted."""
     needing = [item for item in items if "small_disk" in getattr(item, "fixturenames", ())]
     if needing and subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=30).returncode:
-        _left_out.extend(needing)
+        _without_disk.extend(needing)
         items[:] = [item for item in items if item not in needing]
         config.hook.pytest_deselected(items=needing)
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    _slow.extend(item for item in items if item.get_closest_marker("slow"))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _left_out:
-        terminalreporter.write_line(
-            f"{len(_left_out)} tests left out: they mount a small disk, which needs root"
-        )
+    for items, what, why in (
+        (_without_disk, "tests that mount a small disk", "that needs root"),
+        (_slow, "slow tests", "scripts/test --all runs everything"),
+    ):
+        if items:
+            terminalreporter.write_line(f"left out: {len(items)} {what}: {why}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torchruns_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where a torchrun that is started without --log-dir leaves one; pytest removes it with its other folders."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.getbasetemp() / "torchrun")
 
 
 @pytest.fixture

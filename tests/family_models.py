@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -161,10 +161,15 @@ FAMILIES = {
 
 
 @cache
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="family-models-")
+
+
+@cache
 def family_directory(name: str) -> Path:
-    """A directory as a checkpoint of the family has it, made once per process."""
+    """A directory as a checkpoint of the family has it, made once per process and removed at its end."""
     family = FAMILIES[name]
-    directory = Path(mkdtemp(prefix=f"{name}-"))
+    directory = Path(_scratch().name, name)
     torch.manual_seed(3)
     model = getattr(transformers, family.architecture)(_config(family))
     # Weights of the usual first size let tokens hardly look at each other; these look.

@@ -296,7 +296,9 @@ def _plan_learner(
         nodes=nodes,
         num_ranks=num_ranks,
         shutdown_timeout_s=process.shutdown_timeout_s,
-        environment=_environment(outer, process.devices, "launch.learner.devices")
+        # Without --log-dir torchrun makes a folder in the temporary directory at every start, and leaves it there.
+        environment={"PET_LOG_DIR": str(status_file.with_name("torchrun"))}
+        | _environment(outer, process.devices, "launch.learner.devices")
         | {EXIT_STATUS_FILE: str(status_file)},
     )
 

@@ -63,12 +63,14 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in REHEARSED if name not in NOT_HERE])
 def test_a_stage_passes_in_the_rehearsal(check: Check, name: str) -> None:
     stage = check.stage(name)
     assert (stage["status"], stage["why"]) == ("passed", ""), check.told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_learner_trains_both_channels_beside_a_server_that_is_proven(check: Check, name: str) -> None:
     figures = check.stage(name)["figures"]
@@ -76,12 +78,14 @@ def test_a_learner_trains_both_channels_beside_a_server_that_is_proven(check: Ch
     assert figures["num_b_steps"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "package"), NOT_HERE.items())
 def test_a_stage_whose_package_is_missing_says_so(check: Check, name: str, package: str) -> None:
     stage = check.stage(name)
     assert (stage["status"], stage["why"]) == ("skipped", f"needs {package}, not installed here")
 
 
+@pytest.mark.slow
 def test_skipped_stages_fail_no_check_and_the_page_says_it_is_a_rehearsal(check: Check) -> None:
     assert check.status == 0, check.told
     assert check.report["finished"]

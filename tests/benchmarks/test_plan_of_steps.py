@@ -52,6 +52,7 @@ def test_exponents_over_ranks_are_of_each_queue_limit_by_itself() -> None:
     assert rank_table(cells[:1]).rows[0][-1] == "one number only"
 
 
+@pytest.mark.slow
 def test_two_real_ranks_give_every_pair_of_every_queue_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_budgets_are_told_by_the_median_of_the_pairs() -> None:
     assert notes({"5": {"parse+match+target": [1.0]}}) == []
 
 
+@pytest.mark.slow
 def test_the_real_stages_are_measured_on_the_same_work(tmp_path: Path) -> None:
     """The measured process itself refuses pairs whose tokens differ."""
     out = tmp_path / "out"

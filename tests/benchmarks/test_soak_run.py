@@ -14,7 +14,7 @@ import pytest
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 _DEADLINE_S = 400
 _STEPS = 96
 _SEED = 6  # 500 for three requests, then SIGSTOP of a rank for 2.6 s

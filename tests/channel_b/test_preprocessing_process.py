@@ -178,6 +178,7 @@ def test_stages_are_on_the_rank_s_trace(
     assert all(started <= span.start_ns <= span.end_ns <= ended for span in spans)
 
 
+@pytest.mark.slow
 def test_its_death_names_the_rows_that_it_worked_on(
     own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
@@ -256,6 +257,7 @@ print("alike")
 """
 
 
+@pytest.mark.slow
 def test_pixel_limits_that_loading_a_model_sets_hold_there_too(
     rows: list[dict[str, Any]], encoder: Encoder, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S), directory
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S)
 def test_the_demo_trains_on_both_channels_and_says_so(
     finished: tuple[subprocess.CompletedProcess[str], Path],
@@ -105,6 +106,7 @@ def test_the_demo_trains_on_both_channels_and_says_so(
     assert (done.returncode == 0) is (not problems)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S)
 def test_what_it_leaves_is_a_run_that_can_be_looked_at_and_repeated(
     finished: tuple[subprocess.CompletedProcess[str], Path],
@@ -117,6 +119,7 @@ def test_what_it_leaves_is_a_run_that_can_be_looked_at_and_repeated(
     assert list((directory / "run" / "runs").glob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S)
 def test_no_process_and_no_port_is_left(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, directory = finished

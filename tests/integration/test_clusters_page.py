@@ -17,7 +17,7 @@ from jobs_on_hosts import Address, assert_trained_on_both_channels
 from network_hosts import Host, network_hosts
 from torchrun_job import ENVIRONMENT, ROOT, TEMPLATE, write_config
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 NAMES = ("server-0", "learner-0", "learner-1")

@@ -105,6 +105,7 @@ def _counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # --- a dialect ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_file: Path) -> None:
     config = _configured(tmp_path, SETTINGS[0])
     with pytest.raises(ConfigError, match=r"target\.dialect must be object_list or object_map, got dialect="):
@@ -134,6 +135,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
 # --- tasks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Path, rows_file: Path) -> None:
     config = _configured(tmp_path, SETTINGS[1])
     with pytest.raises(
@@ -220,12 +222,14 @@ def counting_run(
     return run
 
 
+@pytest.mark.slow
 def test_a_run_trains_a_users_task_on_both_channels(counting_run: LearnerRun) -> None:
     steps = counting_run.audit(0, "step")
     assert [step["channel"] for step in steps].count("B") > 5, [step["skip_reason"] for step in steps]
     assert counting_run.audit(0, "quarantine") == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
     evaluations = counting_run.audit(0, "evaluation")
     answered = [each for each in evaluations if each["counts"]["num_answered"]]
@@ -244,6 +248,7 @@ def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
 # --- a transport -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: LearnerRun) -> None:
     rounds = counting_run.audit(0, "round")
     assert rounds
@@ -256,6 +261,7 @@ def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: Learne
 # --- an engine ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_serves_under_its_name(files: Path, tmp_path: Path) -> None:
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))

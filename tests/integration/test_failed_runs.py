@@ -17,7 +17,7 @@ from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_
 
 from swift_stage2.run_directory.checkpoints import why_not_whole
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def write_run(directory: Path, rows: Path, output: Path, **swift: Any) -> Path:

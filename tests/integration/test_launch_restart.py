@@ -8,7 +8,7 @@ import pytest
 from launched_run import LaunchedRun, write_launch_config
 from torchrun_job import TEMPLATE, free_port
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_channel_b_comes_back_after_the_server_was_killed_and_restarted(

@@ -13,7 +13,7 @@ from torchrun_job import LearnerRun, Server, run_learner, write_config
 from swift_stage2.cli import main
 from swift_stage2.telemetry.reading import read_ledgers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 24
 OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'

@@ -16,7 +16,7 @@ from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.telemetry.reading import read_ledgers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 86  # the evaluation that falls due at 84 meets the end
 EVERY_STEPS = 12

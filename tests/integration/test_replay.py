@@ -15,7 +15,7 @@ from torchrun_job import LearnerRun, Server, run_learner, run_replay, write_conf
 from swift_stage2.telemetry.ledger import ledger_path, record_path
 from swift_stage2.telemetry.reading import read_ledger
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 20
 # Dropout makes every draw of a random number that run and replay do not share show in the loss.

@@ -20,7 +20,7 @@ from jobs_on_hosts import (
 from network_hosts import INTERFACE, Host, network_hosts
 from torchrun_job import write_config
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(600)]
 
 RENDEZVOUS_PORT = 29400
 

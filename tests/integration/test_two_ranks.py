@@ -30,29 +30,40 @@ def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
     return last
 
 
+@pytest.fixture(scope="module", params=[60, pytest.param(200, marks=pytest.mark.slow)])
+def num_steps(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server) -> LearnerRun:
-    """200 steps over 33 epochs of 6 windows, the last of which has one micro_step instead of three."""
+def long_run(
+    tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server, num_steps: int
+) -> LearnerRun:
+    """Epochs of 6 windows, the last of which has one micro_step instead of three."""
     directory = tmp_path_factory.mktemp("runs") / "long"
-    config = write_config(directory, rows_file, server, b_ratio=0.3, swift={"max_steps": 200}, trace=True)
+    swift = {"max_steps": num_steps}
+    config = write_config(directory, rows_file, server, b_ratio=0.3, swift=swift, trace=True)
     run = run_learner(config, directory, ranks=2)
     assert run.status == 0, run.output[-3000:]
     return run
 
 
-def test_plans_are_identical_on_all_ranks_although_queues_are_not(long_run: LearnerRun) -> None:
+def test_plans_are_identical_on_all_ranks_although_queues_are_not(
+    long_run: LearnerRun, num_steps: int
+) -> None:
     assert _plans(long_run, 0) == _plans(long_run, 1)
-    assert len(_plans(long_run, 0)) == 200
+    assert len(_plans(long_run, 0)) == num_steps
     depths = [[record["queue_depth"] for record in long_run.audit(rank, "step")] for rank in (0, 1)]
     assert depths[0] != depths[1]
 
 
-def test_channel_b_runs_on_most_wanted_steps(long_run: LearnerRun) -> None:
+def test_channel_b_runs_on_most_wanted_steps(long_run: LearnerRun, num_steps: int) -> None:
     steps = long_run.audit(0, "step")
     wanted = [record for record in steps if record["wants_b"]]
     run = [record for record in wanted if record["channel"] == "B"]
-    assert len(wanted) == 60
-    assert len(run) >= 0.8 * len(wanted), [record["skip_reason"] for record in wanted]
+    assert len(wanted) == 0.3 * num_steps
+    share = 0.8 if num_steps == 200 else 0.5  # the first packs take as long in a short run
+    assert len(run) >= share * len(wanted), [record["skip_reason"] for record in wanted]
 
 
 def test_ranks_leave_torchs_groups_before_the_interpreter_ends(long_run: LearnerRun) -> None:
@@ -84,10 +95,12 @@ def test_each_micro_step_trains_one_batch_and_short_windows_reserve_fewer_packs(
         assert short_b, "no B step fell on a short window; choose another number of rows"
 
 
-def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(long_run: LearnerRun) -> None:
+def test_every_round_is_proven_by_checksums_and_canary_and_versions_only_grow(
+    long_run: LearnerRun, num_steps: int
+) -> None:
     rounds = long_run.audit(0, "round")
     assert [record["version"] for record in rounds] == list(range(1, len(rounds) + 1))
-    assert len(rounds) >= 20
+    assert len(rounds) >= num_steps // 10
     assert {server["proof"] for record in rounds for server in record["servers"].values()} == {
         "checksums+canary"
     }
@@ -100,14 +113,16 @@ def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
         assert max(lags) <= 3
 
 
-def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(long_run: LearnerRun) -> None:
+def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(
+    long_run: LearnerRun, num_steps: int
+) -> None:
     assert main(["report", str(long_run.directory)]) == 0
     for rank, records in read_ledgers([long_run.directory]).items():
         packs = [(r["step"], r["pack_id"]) for r in records if r["kind"] == "trained"]
         steps = long_run.audit(rank, "step")
         assert packs == [(step["step"], pack["pack_id"]) for step in steps for pack in step["packs"]]
         places = [tuple(s[:2]) for r in records if r["kind"] == "trained" for s in r["samples"]]
-        assert len(places) == len(set(places)) > 100
+        assert len(places) == len(set(places)) > num_steps // 2
         before = {tuple(s[:2]) for r in records if r["kind"] == "sent" for s in r["samples"]}
         assert set(places) <= before
 
@@ -188,6 +203,7 @@ def test_kept_matches_are_those_of_the_ledger(long_run: LearnerRun) -> None:
             )
 
 
+@pytest.mark.slow
 def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, server: Server) -> None:
     directory = tmp_path / "lora"
     config = write_config(
@@ -206,6 +222,7 @@ def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, s
     assert _weights(run, 0) == _weights(run, 1)
 
 
+@pytest.mark.slow
 def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_a(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
@@ -258,6 +275,7 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
     _check_ledgers(first, second)
 
 
+@pytest.mark.slow
 def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trained_twice(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
@@ -298,6 +316,7 @@ def _check_ledgers(first: Path, second: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_exported_end_all_ranks_with_the_same_cause(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
@@ -308,6 +327,7 @@ def test_weights_that_cannot_be_exported_end_all_ranks_with_the_same_cause(
     assert run.output.count("weights must be finite to be pushed") >= 2
 
 
+@pytest.mark.slow
 def test_an_error_that_one_rank_meets_in_its_step_ends_the_other_and_loses_no_sample(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
@@ -321,6 +341,7 @@ def test_an_error_that_one_rank_meets_in_its_step_ends_the_other_and_loses_no_sa
     assert account_of(read_ledgers([directory])).is_balanced
 
 
+@pytest.mark.slow
 def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_sample(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:

@@ -300,6 +300,7 @@ def test_a_program_that_cannot_be_started_is_said_in_the_log(launch: Launch) -> 
     assert "No module named no_such_module" in running.output
 
 
+@pytest.mark.slow
 def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -446,6 +447,7 @@ def test_a_signal_while_a_server_waits_for_its_restart_ends_everything(launch: L
     assert running.alive() == []
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_come_up_beside_another_process_on_its_port(launch: Launch) -> None:
     running = launch(learner=["run"], restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 1.0})
     running.wait_for(r"learner process \d+ runs")
@@ -463,6 +465,7 @@ def test_a_restart_does_not_come_up_beside_another_process_on_its_port(launch: L
     assert running.alive() == []
 
 
+@pytest.mark.slow
 def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch: Launch) -> None:
     inner = free_port()
     running = launch(

@@ -47,6 +47,12 @@ def test_the_learner_is_torchrun_with_our_grace() -> None:
     assert plan.learner.environment[EXIT_STATUS_FILE] == str(plan.exit_status_file)
 
 
+def test_torchrun_leaves_its_folder_with_the_runs_logs_unless_the_user_names_another() -> None:
+    for outer, folder in ((OUTER, "/runs/a/logs/torchrun"), (OUTER | {"PET_LOG_DIR": "/mine"}, "/mine")):
+        plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), outer)
+        assert plan.learner.environment["PET_LOG_DIR"] == folder
+
+
 def test_every_process_sees_its_own_devices_and_nothing_of_an_outer_launcher() -> None:
     plan = plan_launch(config(launch=servers({"devices": [2, 3]})), Path("run.yaml"), OUTER)
     (server,) = plan.servers

@@ -94,6 +94,7 @@ def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
         assert list(segment.encoding["input_ids"]) == list(channel_a["input_ids"])
 
 
+@pytest.mark.slow
 def test_what_was_learned_reaches_the_preprocessing_process(
     rows: list[dict[str, Any]], encoder: Encoder
 ) -> None:

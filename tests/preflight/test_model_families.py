@@ -69,7 +69,12 @@ class Loaded:
     encoder: Encoder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+    ],
+)
 def family(request: pytest.FixtureRequest) -> Loaded:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QWENVL_BBOX_FORMAT", "new")  # as a run sets it

@@ -36,7 +36,7 @@ from swift_stage2.preflight.packing_isolation import (
 from swift_stage2.records import Sample
 
 IMAGE_SIZES = ((112, 112), (150, 100), (60, 200), (84, 84))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow))
 Batch = dict[str, Any]
 Spoil = Callable[[Batch], Batch]
 

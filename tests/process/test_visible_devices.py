@@ -51,7 +51,7 @@ torch._register_device_module("npu", Npu)
 """
 
 
-@pytest.mark.parametrize("words", [["train"], ["rollout"]])
+@pytest.mark.parametrize("words", [["train"], pytest.param(["rollout"], marks=pytest.mark.slow)])
 def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[str]) -> None:
     """A machine whose torch has an NPU, as torch's own registration of one makes it."""
     (tmp_path / "sitecustomize.py").write_text(_NPU)
@@ -73,6 +73,7 @@ def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[
     assert "devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU, got npu" in last
 
 
+@pytest.mark.slow
 def test_a_server_on_a_gpu_that_is_not_there_does_not_serve_from_the_cpu() -> None:
     options = ["--port", "0", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl"]
     plugin = ["--external-plugins", str(STAGE1.parent / "tiny_template.py")]

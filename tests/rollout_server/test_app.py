@@ -187,6 +187,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_port_is_where_it_was_told(
     tmp_path: Path,
 ) -> None:
