@@ -26,7 +26,7 @@ _VERDICT_FILE = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RecordedCompletion:
     """What a server said to one sample."""
 
     key: SampleKey
@@ -42,7 +42,7 @@ class RecordedPack:
 
     pack_id: str
     num_tokens: int
-    completions: tuple[Completion, ...]
+    completions: tuple[RecordedCompletion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class _Join:
         completions = tuple(self._completion(step, sample) for sample in packed["samples"])
         return RecordedPack(pack_id, packed["num_tokens"], completions)
 
-    def _completion(self, step: int, sample: Sequence[int]) -> Completion:
+    def _completion(self, step: int, sample: Sequence[int]) -> RecordedCompletion:
         line = self._completions.get(tuple(sample))
         if line is None:
             raise UserError(
@@ -296,6 +296,6 @@ class _Join:
                 f"which step {step} trained; a full disk leaves such holes"
             )
         spans = tuple(VersionSpan(*span) for span in line["spans"])
-        return Completion(
+        return RecordedCompletion(
             SampleKey(*sample), line["text"], tuple(line["token_ids"]), line["truncated"], spans
         )

@@ -18,7 +18,7 @@ from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import LearnerEvents, StepDecision
 from swift_stage2.records import Pack, Rollout, Segment, StepRecord
-from swift_stage2.replay.recorded_run import Completion, RecordedPack, RecordedStep
+from swift_stage2.replay.recorded_run import RecordedCompletion, RecordedPack, RecordedStep
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 
 _RECORD = "the record"
@@ -48,7 +48,7 @@ class PackMaker:
             )
         return pack
 
-    def _segment(self, completion: Completion) -> Segment:
+    def _segment(self, completion: RecordedCompletion) -> Segment:
         key = completion.key
         if key.index >= len(self.rows):
             raise UserError(

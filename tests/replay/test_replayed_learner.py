@@ -17,7 +17,7 @@ from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.records import Pack, Rollout, SampleKey, VersionSpan
-from swift_stage2.replay.recorded_run import Completion, RecordedPack, RecordedStep
+from swift_stage2.replay.recorded_run import RecordedCompletion, RecordedPack, RecordedStep
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.scheduling.step_plan import Channel
 
@@ -47,12 +47,14 @@ def encoder() -> Encoder:
     return make_encoder()
 
 
-def _completion(position: int, text: str) -> Completion:
+def _completion(position: int, text: str) -> RecordedCompletion:
     spans = (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
-    return Completion(SampleKey(0, position, position), text, (1, 2), False, spans)
+    return RecordedCompletion(SampleKey(0, position, position), text, (1, 2), False, spans)
 
 
-def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[Completion]) -> Pack:
+def _trained(
+    encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[RecordedCompletion]
+) -> Pack:
     """As the pipeline makes it from a server's answers."""
     segments = []
     for completion in completions:
