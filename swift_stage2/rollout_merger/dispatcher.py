@@ -240,6 +240,9 @@ class Dispatcher:
         except (UpstreamLost, UpstreamTimeout) as error:
             self._break([], error)
             raise
+        except Exception:  # perhaps nobody waits for this call any more
+            _log.exception("%s failed in the merger itself", path)
+            raise
         if path == protocol.PROCESS_WEIGHTS and reply.status == _OK:
             with self._lock:
                 self._needs_weights = False
