@@ -363,6 +363,7 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     assert server.infer_calls == [], "nothing is inferred before a round"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_answers_written_as_before_only(
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,
@@ -420,6 +421,7 @@ def _with_answer(row: dict[str, Any], change: Callable[[str], str]) -> dict[str,
     return {**row, "messages": [*row["messages"][:-1], answer]}
 
 
+@pytest.mark.slow
 def test_threads_give_the_interpreter_back_sooner_while_channel_b_runs(
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,
@@ -438,6 +440,7 @@ def test_threads_give_the_interpreter_back_sooner_while_channel_b_runs(
     assert sys.getswitchinterval() == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_had_not_ended_is_resumed(
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,
@@ -481,6 +484,7 @@ def test_evaluations_without_rows_do_not_start(
         _start(config, rows, tmp_path, _token_count, validation_rows=validation_rows)
 
 
+@pytest.mark.slow
 def test_parts_of_two_checkpoints_are_refused(
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,

@@ -115,6 +115,7 @@ def test_the_configuration_is_an_argument_and_the_variable_only_its_fallback(
         build_trainer(rows_file, tmp_path, trainer=Stage2Trainer)
 
 
+@pytest.mark.slow
 def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_file: Path) -> None:
     plugin = tmp_path / "other.py"
     plugin.write_text(

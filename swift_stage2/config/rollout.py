@@ -108,7 +108,7 @@ class DecodingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
     mode: SyncMode = SyncMode.FULL
-    """Weights go in full; no other mode exists."""
+    """Weights go in full; no other mode exists. How often: stage2_ab.channel_b.prefetch.sync_every_steps."""
     timeout_s: float = 300.0
     """Deadline of a whole round on one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT

@@ -14,6 +14,7 @@ from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import Stage2Config
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.doctor.configuration import check_accumulation
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
 from swift_stage2.preflight.channel_b_parts import make_task
@@ -118,7 +119,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
     count = min(len(usable), _NUM_SAMPLES)
     checked = check_rows(
-        config, rows, usable, encoder, task, int(prepared.args.seed), measured=range(len(rows)), count=count
+        config, rows, usable, encoder, task, int(prepared.args.seed), measured=usable, count=count
     )
     samples = checked.samples
     prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
@@ -133,10 +134,14 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
         checked.lengths,
         tuple(segment.num_tokens for segment in segments),
     )
+    written = (
+        f"in the dialect {config.stage2_ab.channel_b.target.dialect}"
+        if config.stage2_ab.task in SHIPPED_TASKS
+        else f"as task {config.stage2_ab.task} checks it"
+    )
     found = (
-        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first in the dialect "
-        f"{config.stage2_ab.channel_b.target.dialect} as the template writes it; prompts of {min(prompts)} to "
-        f"{max(prompts)} tokens"
+        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first {written} as the template "
+        f"writes it; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
     if len(samples) < count:
         return warning(

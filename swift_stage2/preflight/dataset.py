@@ -51,7 +51,8 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
         names += f"; for validation {', '.join(validation)}"
     if not (num_rows := sum(findings.num_rows for findings in surveyed.values())):
         return f"{names}: no local JSONL, so that no row was checked", []
-    found = f"{names}: all {num_rows:,} rows checked, each with its picture, boxes and answer"
+    parts = "picture, boxes and answer" if config.stage2_ab.task in SHIPPED_TASKS else "form and pictures"
+    found = f"{names}: all {num_rows:,} rows checked, each with its {parts}"
     return found, [
         f"swift.{name}: {line}" for name, findings in surveyed.items() for line in _advice(findings)
     ]

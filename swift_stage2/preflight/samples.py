@@ -163,6 +163,9 @@ class RowLengths:
     num_rows: int
     segments: Excess
     answers: Excess
+    num_unusable: int = 0
+    """Further rows, which cannot be read or whose truth the task refuses."""
+    first_unusable: str = ""
 
     def merged(self, other: RowLengths) -> RowLengths:
         """Of both parts of the rows."""
@@ -170,12 +173,22 @@ class RowLengths:
             self.num_rows + other.num_rows,
             self.segments.merged(other.segments),
             self.answers.merged(other.answers),
+            self.num_unusable + other.num_unusable,
+            self.first_unusable or other.first_unusable,
         )
 
     @property
     def troubles(self) -> list[tuple[str, str]]:
         """What does not fit, each with what to write."""
         found = []
+        if self.num_unusable:
+            found.append(
+                (
+                    f"{self.num_unusable:,} of {self.num_rows + self.num_unusable:,} rows cannot be used by channel B "
+                    f"and will be quarantined, one of them {self.first_unusable}",
+                    "mend them",
+                )
+            )
         if (segments := self.segments).num_rows:
             found.append(
                 (
@@ -204,7 +217,7 @@ class RowLengths:
     def from_note(cls, note: str) -> RowLengths:
         """The reverse of ``to_note``."""
         data = json.loads(note)
-        return cls(data["num_rows"], Excess(**data["segments"]), Excess(**data["answers"]))
+        return cls(**data | {name: Excess(**data[name]) for name in ("segments", "answers")})
 
 
 def measure_lengths(
@@ -215,9 +228,9 @@ def measure_lengths(
     task: Task,
     origins: RowOrigins,
 ) -> RowLengths:
-    """Of the rows with these ``numbers``. A row that cannot be read is left out: it is told of elsewhere."""
+    """Of the rows with these ``numbers``. Those that cannot be used are counted apart."""
     ruler = _Ruler(encoder, task)
-    num_rows = 0
+    num_rows, num_unusable, first_unusable = 0, 0, ""
     limits = (
         config.stage2_ab.channel_b.packing.packing_length,
         config.rollout.decoding.max_new_tokens,
@@ -226,7 +239,9 @@ def measure_lengths(
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
-        except SampleError:
+        except SampleError as error:
+            num_unusable += 1
+            first_unusable = first_unusable or f"({origins.find(rows[number])}): {error}"
             continue
         num_rows += 1
         for which, length in enumerate((prompt + answer, answer)):
@@ -235,7 +250,7 @@ def measure_lengths(
                 longest[which], longest_number[which] = length, number
     places = [str(origins.find(rows[number])) if number >= 0 else "" for number in longest_number]
     segments, answers = (Excess(limits[i], num_over[i], longest[i], places[i]) for i in (0, 1))
-    return RowLengths(num_rows, segments, answers)
+    return RowLengths(num_rows, segments, answers, num_unusable, first_unusable)
 
 
 class _Ruler:

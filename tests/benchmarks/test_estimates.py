@@ -36,6 +36,7 @@ def test_a_run_that_is_all_warm_up_is_refused() -> None:
         step_seconds([0, 1, 2], 2)
 
 
+@pytest.mark.slow
 @given(st.floats(0.5, 2.0), st.integers(1, 4), st.integers(1, 30))
 def test_a_constant_factor_is_found_exactly_with_no_spread(
     factor: float, num_pairs: int, num_steps: int
@@ -67,6 +68,7 @@ def test_a_pair_that_ran_slower_as_a_whole_widens_the_bound() -> None:
     assert ratio.total.upper_95 == pytest.approx(1.2)
 
 
+@pytest.mark.slow
 def test_the_bound_covers_the_truth_as_often_as_it_says() -> None:
     """95 % upper bounds on the ratio of arms that do not differ, many times over."""
     rng = np.random.default_rng(7)

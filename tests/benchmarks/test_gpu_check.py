@@ -138,6 +138,7 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
     )
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_ended_with_all_below_it_and_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

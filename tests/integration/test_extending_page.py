@@ -205,9 +205,9 @@ def counting_run(
         directory,
         rows,
         server,
-        b_ratio=0.25,
+        b_ratio=0.15,  # a pipeline that idles at times: evaluations are asked only then
         swift={
-            "max_steps": 48,
+            "max_steps": 64,
             "val_dataset": [str(rows)],
             "external_plugins": plugins,
             "eval_strategy": "no",
@@ -215,7 +215,7 @@ def counting_run(
         evaluation={"every_steps": 9, "num_samples": 4, "max_round_delay_steps": 40},
     )
     written = yaml.safe_load(config.read_text())
-    written["stage2_ab"] |= SETTINGS[1]["stage2_ab"]
+    written["stage2_ab"]["task"] = SETTINGS[1]["stage2_ab"]["task"]
     config.write_text(yaml.safe_dump(written))
     run = run_learner(config, directory, ranks=1)
     assert run.status == 0, run.output[-4000:]

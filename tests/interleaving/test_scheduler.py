@@ -149,6 +149,7 @@ def digest(seed: int, *, traced: bool) -> tuple[int, float, list[tuple[str, int]
     return scheduler.num_points, scheduler.now, sorted(counts.items())
 
 
+@pytest.mark.slow
 def test_a_seed_is_one_schedule_traced_or_not_in_any_process() -> None:
     seeds = range(40, 60)
     program = "from interleaving.test_scheduler import digest\n" + "".join(

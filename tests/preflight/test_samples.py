@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_every_row_is_as_long_as_the_template_makes_it(
         assert prompt + answer <= lengths.segments.longest
 
 
+def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
+    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+) -> None:
+    rows = [dict(row) for row in mixed_rows]
+    for number in (3, 7):
+        rows[number]["objects"] = {"ref": ["a"], "bbox": []}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    config, origins = _config(tmp_path, 4096, 512), RowOrigins([file])
+    shares = [
+        measure_lengths(config, rows, range(rank, 15, 2), encoder, make_task(), origins).to_note()
+        for rank in range(2)
+    ]
+    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, shares))
+    assert (lengths.num_rows, lengths.num_unusable) == (13, 2)
+    ((found, remedy),) = lengths.troubles
+    assert found.startswith("2 of 15 rows cannot be used by channel B")
+    assert f"{file}:" in found
+    assert remedy == "mend them"
+
+
 def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
 ) -> None:
@@ -124,7 +146,7 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     assert parts[0].merged(parts[1]).merged(parts[2]) == lengths
 
 
-def test_a_row_that_cannot_be_read_is_left_out(
+def test_a_row_that_cannot_be_read_is_not_measured(
     tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
 ) -> None:
     rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
@@ -132,8 +154,7 @@ def test_a_row_that_cannot_be_read_is_left_out(
     lengths = measure_lengths(
         _config(tmp_path, 4096, 512), rows, range(7), encoder, make_task(), RowOrigins()
     )
-    assert lengths.num_rows == 1
-    assert lengths.troubles == []
+    assert (lengths.num_rows, lengths.num_unusable) == (1, 6)
 
 
 def test_nothing_measured_is_no_trouble() -> None:

@@ -139,6 +139,7 @@ def test_a_rank_that_fails_inside_a_gather_ends_both_with_its_cause(scenario: st
     assert "all_reduce" in first, "the stack shows where rank 0 was stuck"
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_blocks_for_ever_ends_both_with_the_cause() -> None:
     first, second = end_of_both("main_thread")
     cause = f"rank 0: the transfer of weights did not end within {TIMEOUT_S + 1.0:g} s"

@@ -51,6 +51,7 @@ torch._register_device_module("npu", Npu)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["train"], pytest.param(["rollout"], marks=pytest.mark.slow)])
 def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[str]) -> None:
     """A machine whose torch has an NPU, as torch's own registration of one makes it."""
@@ -88,6 +89,7 @@ def test_a_server_on_a_gpu_that_is_not_there_does_not_serve_from_the_cpu() -> No
     assert "CUDA_VISIBLE_DEVICES=901 and 0 device(s)" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_learner_on_a_gpu_that_is_not_there_does_not_train_on_the_cpu(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(

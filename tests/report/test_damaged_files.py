@@ -149,6 +149,7 @@ NUMBERS = st.integers(0, 10_000)
 DEEDS = st.lists(st.tuples(st.integers(0, len(DAMAGES) - 1), NUMBERS, NUMBERS), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     phases=(Phase.explicit, Phase.generate),  # an example takes a whole report, too much to shrink

@@ -171,6 +171,7 @@ def test_what_a_learner_sends_passes() -> None:
     assert check_conversations([image_request(), text_request(), thinking, told], RequestLimits()) == {}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     """In a process of its own: the refusal is for the whole process."""
     import subprocess

@@ -19,7 +19,7 @@ from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, dec
 from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter
 from swift_stage2.scheduling.pacing import Pacer, PacingReason
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,5 +231,6 @@ def _settle(
         reservation.release()
         return
     rank.outcome.stale_trained += sum(
-        not rank.clock.is_fresh(pack.version, rank.setting.window) for pack in reservation.take()
+        not is_fresh(pack.version, current=rank.clock.current, window=rank.setting.window)
+        for pack in reservation.take()
     )

@@ -2,8 +2,8 @@
 
 client       one batch over all servers, one outcome back; the pipeline calls ``RolloutClient.generate``
 lane         one server: its share of a batch, one POST at a time, each under a fence ticket
-connection   one HTTP call with one deadline, and how it ended
-plan         which servers, which requests, which seed (pure)
+connection   one HTTP call with one deadline, and how it ended: what 429 and the other statuses mean
+plan         which servers, which requests, which seed, and whose fault an end is: the request's or the server's (pure)
 trust        whether one server may be asked: proven, suspect, busy with an abandoned POST
 """
 
