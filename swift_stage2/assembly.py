@@ -110,7 +110,8 @@ def start_run(
     settings = config.without_secrets()
     refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    task, channel = make_task(config), config.stage2_ab.channel_b
+    task = together(control, lambda: make_task(config))
+    channel = config.stage2_ab.channel_b
     usable = together(control, lambda: usable_rows(rows, task, channel.rows_without_objects))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
     telemetry = Telemetry(

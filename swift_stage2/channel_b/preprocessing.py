@@ -340,8 +340,9 @@ def _pickled(message: Any) -> bytes:
 
 def _plugins() -> dict[str, str]:
     """Files that ms-swift has imported as ``external_plugins``, by the names that it gives them."""
-    found = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    return {name: file for name, file in found.items() if name.startswith(_PLUGIN_PREFIX) and file}
+    loaded = list(sys.modules.items())  # at once: other threads import
+    plugins = {name: module for name, module in loaded if name.startswith(_PLUGIN_PREFIX)}
+    return {name: file for name, module in plugins.items() if (file := getattr(module, "__file__", None))}
 
 
 def _signal_name(number: int) -> str:

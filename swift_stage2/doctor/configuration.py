@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterable
@@ -22,9 +21,8 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, faile
 from swift_stage2.launch.plan import LaunchPart, plan_launch
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.servers import refuse_busy_group_port
-from swift_stage2.process.background import BackgroundCall
 from swift_stage2.process.ports import holder_of, is_here
-from swift_stage2.process.route import connection_error, http_remedy
+from swift_stage2.process.route import addresses_of, connection_error, http_remedy
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
@@ -176,7 +174,6 @@ def _weights_bytes(config: Stage2Config) -> int:
     return sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
 
 
-_RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -218,7 +215,7 @@ def _examine_server(
 
 def check_host(server: ServerConfig) -> Outcome[str]:
     """The host's address; which proxies of the environment are ignored for it."""
-    addresses = _resolve(server.host, server.port)
+    addresses = addresses_of(server.host, server.port)
     if isinstance(addresses, str):
         return failed(
             f"{server.host} has no address: {addresses}",
@@ -255,19 +252,6 @@ def check_reachable(server: ServerConfig, address: str, key: str, *, must_answer
         f"port {server.port} is open{holder.replace(' by ', ', held by ')}; connected in {1e3 * seconds:.1f} ms",
         address,
     )
-
-
-def _resolve(host: str, port: int) -> list[str] | str:
-    """IP addresses, or why there are none; a resolver that hangs is given up."""
-    call = BackgroundCall(
-        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), name=f"resolve {host}"
-    )
-    if not call.ended_within(_RESOLVE_TIMEOUT_S):
-        return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
-    try:
-        return [str(info[4][0]) for info in call.result_within(0.0)]
-    except (OSError, UnicodeError) as error:
-        return str(error)
 
 
 def _catching_proxies(server: ServerConfig) -> list[str]:

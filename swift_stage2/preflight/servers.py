@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.config import OnPending, ServerConfig, Stage2Config
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
+from swift_stage2.process.route import addresses_of
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size, is_foreign
 
@@ -124,10 +125,10 @@ def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[s
 
 def _lone_address(host: str) -> str:
     """What ``host`` is where that means every machine itself, loopback or a wildcard; else, or if unknown, nothing."""
-    try:
-        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
-    except OSError:
+    addresses = addresses_of(host, 0)
+    if isinstance(addresses, str):
         return ""
+    address = addresses[0].partition("%")[0]
     is_lone = ipaddress.ip_address(address).is_loopback or address in ANY_ADDRESS
     return address if is_lone else ""
 

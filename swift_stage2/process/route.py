@@ -10,6 +10,9 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
+from swift_stage2.process.background import BackgroundCall
+
+_RESOLVE_TIMEOUT_S = 5.0
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 
@@ -39,6 +42,19 @@ def local_address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def addresses_of(host: str, port: int) -> list[str] | str:
+    """IP addresses, or why there are none; a resolver that hangs is given up."""
+    call = BackgroundCall(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), name=f"resolve {host}"
+    )
+    if not call.ended_within(_RESOLVE_TIMEOUT_S):
+        return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
+    try:
+        return [str(info[4][0]) for info in call.result_within(0.0)]
+    except (OSError, UnicodeError) as error:
+        return str(error)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ read here, all else goes to ms-swift's own parser as it was written. The port is
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import logging
 import os
@@ -97,6 +98,9 @@ def serve(command: ServerCommand) -> int:
     """
     from swift_stage2.servers.http_app import bind, configure_logging, warn_when_open
 
+    importlib.import_module(
+        "swift_stage2.rollout_server.routes"
+    )  # now: who connects must not wait for imports
     with bind(command.host, command.port) as listener:
         configure_logging()
         warn_when_open(command.host, command.api_key)

@@ -72,7 +72,10 @@ class TransformersRolloutEngine(Engine):
         jobs = [GenerationJob(request) for request in requests]
         self._book.add(jobs)
         for job in jobs:
-            self._encoders.submit(self._encode, job)
+            try:
+                self._encoders.submit(self._encode, job)
+            except RuntimeError:  # the engine has ended since it was ready
+                self._book.fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
 
     def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:

@@ -221,8 +221,14 @@ class VllmRolloutEngine(Engine):
             self._abandon_staging()
             raise
         except TimeoutError as error:
-            self._abandon_staging()
-            raise RoundFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
+            late = f"vLLM did not load within {timeout_s:.1f} s"
+            try:
+                self._abandon_staging()
+            except OSError as full:
+                raise RoundFailed(
+                    f"{late}, and there is no memory for another load: {full}", torn=True
+                ) from error
+            raise RoundFailed(late, torn=True) from error
         except RoundFailed:
             raise
         except Exception as error:

@@ -224,8 +224,9 @@ class WeightRounds:
         """Ends the connection for weights, if there is one, and frees its port."""
         with self._lock:
             current = self._round
-        if current is not None and current.receiver is not None:
-            current.receiver.close()
+            receiver = current.receiver if current is not None else None
+        if receiver is not None:
+            receiver.close()
         self._release_port(current)
 
     def finish(self, wanted: FinishRequest) -> RoundProof | None:

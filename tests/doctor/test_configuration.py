@@ -12,6 +12,7 @@ from swift_stage2.config import ServerConfig
 from swift_stage2.doctor import configuration
 from swift_stage2.doctor.examination import Verdict
 from swift_stage2.errors import ConfigError
+from swift_stage2.process import route
 
 KEY = "rollout.servers[0]"
 
@@ -49,7 +50,7 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    monkeypatch.setattr(configuration, "_RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(route, "_RESOLVE_TIMEOUT_S", 0.05)
     try:
         outcome = configuration.check_host(at(8000, "slow.host"))
     finally:

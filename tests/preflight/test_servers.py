@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,13 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch import launcher
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.plan import LaunchPart
-from swift_stage2.preflight.servers import refuse_busy_ports, refuse_deaf_endpoint, refuse_lone_addresses
+from swift_stage2.preflight.servers import (
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+    warn_of_open_servers,
+)
+from swift_stage2.process import route
 
 
 @pytest.fixture
@@ -162,6 +169,26 @@ def test_servers_alone_warn_of_open_ports_and_of_names_that_lead_nowhere_else(
         f"servers[2].base_url listens on {host} without a key" in line and "rollout.api_key_env" in line
         for host, line in zip(open_hosts, warnings[:-1], strict=True)
     )
+
+
+def test_a_resolver_that_hangs_does_not_hold_up_the_check_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20.0))
+    monkeypatch.setattr(route, "_RESOLVE_TIMEOUT_S", 0.05)
+    server = {"base_url": "http://slow.host:8000", "group_port": 29600}
+    config = bind(
+        Stage2Config,
+        {
+            "swift": {"model": "m"},
+            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+            "rollout": {"servers": [server]},
+        },
+    )
+    try:
+        (told,) = warn_of_open_servers(config)
+    finally:
+        released.set()
+    assert told.startswith("rollout.servers[0].base_url listens on slow.host without a key")
 
 
 def test_servers_alone_are_refused_where_none_is_this_machines(tmp_path: Path) -> None:
