@@ -115,7 +115,7 @@ def _rounds(summary: RunSummary) -> Table | None:
     facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
     facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
     facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
-    return pairs("Rounds", facts)
+    return pairs("Sync rounds", facts)
 
 
 def _wanted_and_run(first: RankRecords) -> Chart:
