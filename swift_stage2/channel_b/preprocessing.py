@@ -32,6 +32,7 @@ from swift_stage2.channel_b.preprocessing_worker import (
     read_batch,
 )
 from swift_stage2.channel_b.task import Task
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, PromptMismatch, SampleError
 from swift_stage2.records import Pack, Rollout, Segment, Target
 from swift_stage2.telemetry.trace import Trace, untraced
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 300
 _END_S = 10.0
 _TRACK = "preprocessing"
-_PLUGIN_PREFIX = "_swift_external_"
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Refusal = SampleError | MatchingError
@@ -341,7 +341,7 @@ def _pickled(message: Any) -> bytes:
 def _plugins() -> dict[str, str]:
     """Files that ms-swift has imported as ``external_plugins``, by the names that it gives them."""
     loaded = list(sys.modules.items())  # at once: other threads import
-    plugins = {name: module for name, module in loaded if name.startswith(_PLUGIN_PREFIX)}
+    plugins = {name: module for name, module in loaded if name.startswith(PLUGIN_PREFIX)}
     return {name: file for name, module in plugins.items() if (file := getattr(module, "__file__", None))}
 
 

@@ -175,7 +175,7 @@ class LaunchConfig:
                 if owner != f"servers[{index}]":
                     raise ConfigError(
                         f"launch: learner and servers need devices of their own, got device {device} for both "
-                        f"{owner} and servers[{index}]"
+                        f"{owner} and servers[{index}]; give each its own"
                     )
 
 

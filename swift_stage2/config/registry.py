@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -21,13 +22,22 @@ def register(parts: dict[str, P], kind: str, name: str) -> Callable[[P], P]:
     def add(part: P) -> P:
         if name in parts:
             raise ConfigError(
-                f"every {kind} needs a name of its own, got {name!r} for {parts[name]!r} and for {part!r}; choose "
-                "another"
+                f"every {kind} needs a name of its own, got {name!r} for {_told(parts[name])} and for {_told(part)}; "
+                "choose another"
             )
         parts[name] = part
         return part
 
     return add
+
+
+def _told(part: object) -> str:
+    if not isinstance(part, type):
+        return repr(part)
+    file = getattr(
+        sys.modules.get(part.__module__), "__file__", None
+    )  # ms-swift's name of a plugin tells nothing
+    return f"{part.__qualname__} ({file or part.__module__})"
 
 
 def find(parts: Mapping[str, P], key: str, name: str) -> P:

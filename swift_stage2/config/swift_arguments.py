@@ -71,6 +71,8 @@ UNSUPPORTED = (
 )
 
 
+PLUGIN_PREFIX = "_swift_external_"  # of the modules that ms-swift makes of external_plugins
+
 # The arguments that name files or directories: their kind, and an example.
 _ONE = "a path"
 _ANY = "a path or a list of paths"
@@ -78,6 +80,7 @@ _PLACES = {
     "dataset": (_ANY, "[train.jsonl]"),
     "val_dataset": (_ANY, "[val.jsonl]"),
     "adapters": (_ANY, "[RUN_DIR/checkpoint-N]"),
+    "external_plugins": (_ANY, "[plugin.py]"),
     "model": (_ONE, "the directory of a stage-1 checkpoint"),
     "resume_from_checkpoint": (_ONE, "RUN_DIR/checkpoint-N"),
 }

@@ -134,7 +134,9 @@ def _lines(source: Path) -> Iterator[bytes]:
         with source.open("rb") as lines:
             yield from lines
     except OSError as error:
-        raise DatasetError(f"a data set must be a readable UTF-8 file, got {source}: {error}") from error
+        raise DatasetError(
+            f"a data set must be a readable UTF-8 file, got {source}: {error}; check the path"
+        ) from error
 
 
 def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) -> bytes:

@@ -125,7 +125,9 @@ class _Survey:
                         self._check(line, Place(file, number))
                         self.on_progress(self.num_rows, num_bytes)
         except OSError as error:
-            raise DatasetError(f"a data set must be a readable UTF-8 file, got {file}: {error}") from error
+            raise DatasetError(
+                f"a data set must be a readable UTF-8 file, got {file}: {error}; check the path"
+            ) from error
         if self.num_rows == num_before:
             raise DatasetError(
                 f"a data set must hold rows, got none in {file}; write one JSON object per line"

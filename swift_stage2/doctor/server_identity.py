@@ -108,8 +108,8 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerInfo]:
     try:
+        health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))  # first: it never waits for rollouts
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
-        health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     except ServerFault as fault:
         if not is_foreign(fault):
             return _explain(fault, rollout, key)

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
@@ -146,6 +147,16 @@ def _model(config: Stage2Config, known: Known) -> Found:
     return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
+def _plugins(config: Stage2Config, known: Known) -> Found | None:
+    plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
+    for plugin in plugins:
+        if not plugin.is_file():
+            raise ConfigError(
+                f"swift.external_plugins must name Python files, got {str(plugin)!r}, which is none; correct the path"
+            )
+    return Found(", ".join(map(str, plugins))) if plugins else None
+
+
 def _data_sets(config: Stage2Config, known: Known) -> Found:
     text, advice = check_data(config)
     return Found(text, advice, "look at these rows; such rows train as they are")
@@ -205,6 +216,7 @@ CHECKS = (
     Check("addresses of hosts", "addresses", _addresses),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
+    Check("plugins", "files", _plugins),
     Check("data sets", "rows", _data_sets),
     Check("hub ids", "files", _hub_ids),
     Check("earlier run", "run_directory", _earlier_run),

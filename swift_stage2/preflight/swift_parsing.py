@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from traceback import walk_tb
 from typing import Any
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.config import ServerEngine, Stage2Config, load_config
-from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
 from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.nearest_word import closest
 
@@ -74,11 +75,31 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
     except SystemExit as end:
         lines = told.getvalue().strip().splitlines() or ["no reason given"]
         raise ConfigError(_refusal(lines[-1].partition("error: ")[2] or lines[-1], where)) from end
-    except _REFUSALS as error:
+    except Exception as error:  # raised again unless a plugin's or a refusal
+        if not isinstance(error, UserError) and (plugin := _plugin_behind(error)):
+            words = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"a plugin must be importable, got {words} from {plugin}; mend that file"
+            ) from error
+        if not isinstance(error, _REFUSALS):
+            raise
         logger.debug("ms-swift refused its arguments", exc_info=True)
         raise ConfigError(_refusal(str(error) or type(error).__name__, where)) from error
     sys.stderr.write(told.getvalue())
     return arguments, left_over
+
+
+def _plugin_behind(error: Exception) -> str:
+    """File and line of a plugin that raised while ms-swift imported it; empty if none did."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = walk_tb(error.__traceback__)
+    places = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in frames
+        if str(frame.f_globals.get("__name__")).startswith(PLUGIN_PREFIX)
+    ]
+    return places[-1] if places else ""
 
 
 def _refusal(words: str, where: str) -> str:

@@ -80,8 +80,8 @@ def what_was_trained(run_dir: Path) -> str:
         with path.open("rb") as lines:
             if any(b'"kind":"step"' in line for line in lines):
                 return f"the steps in {path.relative_to(run_dir)}"
-    log = run_dir / "logging.jsonl"
-    return "the losses in logging.jsonl" if log.is_file() and log.stat().st_size else ""
+    log = run_dir / "logging.jsonl"  # ms-swift also writes a line without a loss where a start fails
+    return "the losses in logging.jsonl" if log.is_file() and b'loss"' in log.read_bytes() else ""
 
 
 def _last_whole(config: Stage2Config, written: Path | None) -> StartingPoint:

@@ -48,6 +48,7 @@ def train(
     declare_operators()  # before ms-swift imports torchvision
     from swift.arguments import SftArguments
 
+    from swift_stage2.preflight.channel_b_parts import make_task
     from swift_stage2.preflight.swift_parsing import parse_swift_arguments
     from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
@@ -70,6 +71,9 @@ def train(
     register_trainer()  # a plugin may name one that it derives from ours
     try:
         arguments = parse_swift_arguments(config.swift_arguments())
+        make_task(
+            config
+        )  # plugins are there now; a name that none of them registers need not wait for the model
         if config.b_enabled:
             keep_buffers_exact()
         pipeline = Stage2Sft(arguments, config, start_run)

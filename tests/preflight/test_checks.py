@@ -30,6 +30,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
     assert [check.name for check in due_checks(Known(num_validation_rows=0))] == ["validation set"]
     assert [check.name for check in due_checks(Known(files=True, rows=True))] == [
         "model directory",
+        "plugins",
         "data sets",
         "hub ids",
     ]
@@ -71,6 +72,15 @@ def test_no_key_for_a_server_that_others_reach_is_told() -> None:
     found = key_of(served("http://10.0.0.7:8000"))
     assert found
     assert found.remedy == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
+
+
+def test_a_plugin_that_is_not_there_is_told_with_its_key(tmp_path: Path) -> None:
+    (check,) = (check for check in CHECKS if check.name == "plugins")
+    with pytest.raises(
+        ConfigError, match=r"swift\.external_plugins must name Python files, got '.*nowhere\.py'"
+    ):
+        check.find(config(external_plugins=[str(tmp_path / "nowhere.py")]), Known(files=True))
+    assert check.find(config(), Known(files=True)) is None
 
 
 def test_half_a_rank_environment_is_refused() -> None:

@@ -39,6 +39,28 @@ def test_what_ms_swift_checks_after_parsing_is_told_in_its_words(
     assert "Please input the training dataset" in refusal(capfd, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("\nraise LookupError('no luck')\n", "got LookupError: no luck from {}:2; mend that file"),
+        (
+            "import nothing_of_this_name\n",
+            "got ModuleNotFoundError: No module named 'nothing_of_this_name' from {}:1;",
+        ),
+        ("x = (\n", "got SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_plugin_that_raises_is_named_with_its_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(text)
+    message = refusal(capfd, tmp_path, "--external_plugins", str(plugin))
+    assert message.startswith("a plugin must be importable, ")
+    assert told.format(plugin) in message
+    assert f"from {plugin}:" in message
+
+
 def test_words_that_belong_to_no_argument_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
