@@ -289,7 +289,7 @@ _MEASURED = (
     ),
 )
 PLAN = {bench.name: bench.turn for bench in _MEASURED}
-"""What ``bench all`` runs, in its order."""
+"""The benches that ``bench all`` runs, in its order."""
 
 
 def _some(name: str, words: str) -> Option:

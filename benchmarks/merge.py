@@ -162,7 +162,7 @@ _REPLY_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What one rank measured; moments of the machine's monotonic clock, in seconds."""
+    """One rank's measurement; moments of the machine's monotonic clock, in seconds."""
 
     started_s: float
     ended_s: float

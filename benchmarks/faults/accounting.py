@@ -192,7 +192,7 @@ def num_in_hand(rank: RankAccount) -> int:
 
 
 def sentence_of(rank: RankAccount) -> str:
-    """What became of the samples that a rank drew."""
+    """The ends of the samples that a rank drew."""
     ends = f"{rank.trained} trained + {num_quarantined(rank)} quarantined + {num_in_hand(rank)} in hand"
     return f"{rank.drawn} drawn = {ends}"
 

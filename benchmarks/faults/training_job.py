@@ -178,7 +178,7 @@ class TrainingJob:
         return look(self._seen, (self._group_port,), self._mapped, patience_s=10.0)
 
     def account(self) -> RunAccount:
-        """What the ledgers of all ranks come to. Raises ChildFailed when the learner left no checkpoint."""
+        """The account of all ranks' ledgers. Raises ChildFailed when the learner left no checkpoint."""
         if not list(self.run_dir.glob("checkpoint-*")):
             raise ChildFailed(
                 f"the learner must save a checkpoint when it is stopped; see {self._tree.log_path}"

@@ -118,7 +118,7 @@ class DetectionTask(Task):
             return self._target(rollout, truth, tokenise, parsed, match)
 
     def check_answer(self, text: str, truth: Objects, normalise: Callable[[str], str] = str) -> AnswerFormat:
-        """What channel A's answer shows of its format; refuses one that channel B could not write.
+        """The format of channel A's answer; refuses one that channel B could not write.
 
         Answers that pass one by one may still contradict each other: ``join_formats`` finds out, or ``learn_format``.
 

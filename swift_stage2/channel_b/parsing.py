@@ -32,7 +32,7 @@ _COORDINATE_TOKEN = re.compile(rf"<\|coord_({_DIGITS})\|>")
 
 @dataclass(frozen=True, slots=True)
 class TrueObjects:
-    """What an image shows, as its row says it: boxes are x1, y1, x2, y2 in the row's own units."""
+    """The objects of an image, as its row says them: boxes are x1, y1, x2, y2 in the row's own units."""
 
     labels: tuple[str, ...]
     boxes: tuple[Box, ...]
