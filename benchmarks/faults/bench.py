@@ -163,7 +163,8 @@ def write_poisonous_rows(rows: Path) -> Path:
     index = source.draw(POISON_POSITION + 1)[-1].key.index
     image = rows.parent / "poison.png"
     whole = Path(lines[index]["images"][0]).read_bytes()
-    image.write_bytes(whole[: len(whole) // 2])  # its head is sound, so that no check at the start refuses it
+    middle = len(whole) // 2  # head and end are sound, so that no check at the start refuses it
+    image.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
     lines[index]["images"] = [str(image)]
     poisoned = rows.parent / "poisoned_rows.jsonl"
     poisoned.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
