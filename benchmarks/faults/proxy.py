@@ -48,7 +48,7 @@ class Committed:
     at: float
     num_bytes: int
     caller_left: bool
-    """Whether the caller hung up first."""
+    """True if the caller closed its connection first."""
 
 
 class FaultProxy:

@@ -42,7 +42,7 @@ class TrueObjects:
 
 
 def lists_objects(row: Mapping[str, Any]) -> bool:
-    """Whether a row says which objects its image shows, be it none; otherwise it is of no use to channel B."""
+    """True if the row lists the objects of its image, even none. Channel B cannot use any other row."""
     objects = row.get("objects")
     return isinstance(objects, Mapping) and objects.get("bbox") is not None
 

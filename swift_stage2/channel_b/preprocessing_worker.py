@@ -76,14 +76,14 @@ class BatchOutline:
 
 
 class Worker:
-    """What a rank asks of its process."""
+    """Answers a rank's messages: each method is one of them."""
 
     def __init__(self, preprocessor: ThreadPreprocessor) -> None:
         self._preprocessor = preprocessor
         self._segments: dict[SampleKey, Segment] = {}
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[Prepared | Refusal]:
-        """What becomes of rollouts. Their segments' encodings are heavy and stay here."""
+        """Prepares rollouts. The encodings of their segments are large and stay in this process."""
         from swift_stage2.channel_b.preprocessing import Prepared
 
         replies: list[Prepared | Refusal] = []

@@ -56,7 +56,7 @@ class ReturnReason(StrEnum):
 
     @property
     def counts_attempt(self) -> bool:
-        """Whether a rollout was used up; a server's fault uses up none."""
+        """True if this return counts as an attempt. A server's fault does not."""
         return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
 
 

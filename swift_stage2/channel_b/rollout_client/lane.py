@@ -43,7 +43,7 @@ class PostEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the POSTs of one batch have in common."""
+    """The settings that all POSTs of one batch share."""
 
     decoding: DecodingConfig
     events: PostEvents | None = None
@@ -64,7 +64,7 @@ class TimeBudget:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What passes inside is not counted."""
+        """Stops the budget for as long as the block runs."""
         started = time.monotonic()
         try:
             yield

@@ -305,7 +305,7 @@ class ServerPace:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """What placement knows of one server."""
+    """One server's speed and load, by which requests are placed."""
 
     pace: ServerPace
     in_flight: int = 0  # prompts of this rank that it may still be computing
