@@ -69,7 +69,8 @@ def test_a_tensor_that_begins_between_two_words_is_summed_like_its_copy() -> Non
 def test_long_tensors_are_summed_in_pieces_with_the_same_result(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "_ROW_WORDS", 8)
-        patch.setattr(tensors, "_CHUNK_ROWS", 3)
+        patch.setattr(tensors, "_CHUNK_WORDS", 24)
+        patch.setattr(tensors, "_BLOCK_ROWS", 2)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         assert checksum_tensor(tensor) == expected_checksum(data, "uint8")
 
