@@ -189,7 +189,7 @@ class ArrivedWeights:
 
     def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
         tensors = {spec.name: torch.zeros(spec.shape) for spec in MANIFEST}
-        return ReceivedWeights(tensors, dict.fromkeys(tensors, "sum"), ())
+        return ReceivedWeights(tensors, ())
 
     def join(self, timeout_s: float) -> bool:
         return True
