@@ -34,7 +34,7 @@ KNOWS_SWIFT = {
     "channel_b/encoding.py",
     "doctor/preparation.py",
 }
-KNOWS_SWIFT_FOLDERS = ("rollout_server/", "demo/", "benchmarks/")
+KNOWS_SWIFT_FOLDERS = ("rollout_server/", "stock_proof/", "demo/", "benchmarks/")
 
 
 def name_of(file: Path) -> str:

@@ -284,7 +284,11 @@ def _describe(report: ServerReport, is_stock: bool) -> Outcome[ServerReport]:
     )
     if report.proof == "canary" and not is_stock:
         return warning(found, "write rollout.sync.proof: auto, so that checksums prove the weights", report)
-    limit = " (shows only that nothing is grossly wrong: a stock server has no checksums)" if is_stock else ""
+    limit = (
+        " (shows only that nothing is grossly wrong: a stock server without the plugin has no checksums)"
+        if report.proof == "canary"
+        else ""
+    )
     return ok(found + limit, report)
 
 

@@ -39,8 +39,9 @@ _DECODING_THREADS = 2
 _HELD_IN_BODIES = 4  # bodies of the largest size that are not answered yet
 _LOOK_S = 60.0  # how often a wait is taken up again; it ends with the call or with its caller
 
-GET_PATHS = (protocol.WORLD_SIZE, protocol.STATE_KEYS)
+GET_PATHS = (protocol.WORLD_SIZE, protocol.STATE_KEYS, protocol.WEIGHT_SUMS)
 POST_PATHS = (
+    protocol.WEIGHT_SUMS,
     protocol.ENGINE_TYPE,
     protocol.INIT_COMMUNICATOR,
     protocol.UPDATE_FLATTENED_PARAMS,

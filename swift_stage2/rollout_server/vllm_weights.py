@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_stage2.errors import RoundFailed
@@ -33,12 +34,32 @@ class TensorPiece:
     held: str  # checksums
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedPart:
+    """Where a part of one tensor was copied to; keeps neither the tensor nor the memory alive."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    given: str
+    storage: StorageWeakRef
+    target: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]  # dtype, offset, shape, stride in it
+
+    def held_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The part as ``storage`` holds it now."""
+        dtype, *place = self.target
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+
+
 class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies while it is entered. ``drop_copies`` makes the load a load of nothing (a test's fault)."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], *, drop_copies: bool = False) -> None:
+        """``weights`` are all on one device."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = dict(weights)
+        self._devices = {tensor.device for tensor in weights.values()}
         spans = sorted((tensor.data_ptr(), name) for name, tensor in weights.items() if tensor.numel())
         self._starts = [start for start, _ in spans]
         self._names = [name for _, name in spans]
@@ -57,46 +78,38 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return target
         return func(*args, **(kwargs or {}))
 
-    def pieces(
-        self, parameters: Sequence[torch.Tensor], read: Mapping[str, str] | None = None
-    ) -> list[TensorPiece]:
-        """Every part that was copied into storage that the model's parameters still use, checksums taken now.
+    def parts(self, read: Mapping[str, str] | None = None) -> list[CopiedPart]:
+        """Every part that was copied, wherever to, with its checksum as given.
 
         ``read`` holds the checksums of the given tensors where they are known: one that was copied whole is not
         summed again.
         """
-        in_use = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        copies = [copy for copy in self._copies if copy[1].untyped_storage().data_ptr() in in_use]
-        held = checksum_tensors([target for _, target, _ in copies])
         given = [
             read[name] if read and self._is_whole(name, target, source) else None
-            for name, target, source in copies
+            for name, target, source in self._copies
         ]
         cut = [
             source.expand(target.shape).to(target.dtype)
-            for (_, target, source), known in zip(copies, given, strict=True)
+            for (_, target, source), known in zip(self._copies, given, strict=True)
             if known is None
         ]
         sums = iter(checksum_tensors(cut))
         return [
-            TensorPiece(
+            CopiedPart(
                 name=name,
                 offset=self._offset(name, source),
                 shape=tuple(source.shape),
                 stride=tuple(source.stride()),
                 given=next(sums) if known is None else known,
-                held=held_sum,
+                storage=StorageWeakRef(target.untyped_storage()),  # type: ignore[no-untyped-call]
+                target=(
+                    target.dtype,
+                    int(target.storage_offset()),
+                    tuple(target.shape),
+                    tuple(target.stride()),
+                ),
             )
-            for (name, _, source), known, held_sum in zip(copies, given, held, strict=True)
-        ]
-
-    def untouched(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Parameters into whose storage nothing was copied."""
-        touched = {target.untyped_storage().data_ptr() for _, target, _ in self._copies}
-        return [
-            name
-            for name, parameter in parameters.items()
-            if parameter.numel() and parameter.untyped_storage().data_ptr() not in touched
+            for (name, target, source), known in zip(self._copies, given, strict=True)
         ]
 
     def _offset(self, name: str, source: torch.Tensor) -> int:
@@ -116,7 +129,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _owner(self, source: torch.Tensor) -> str | None:
         """The given tensor that ``source`` is a view of."""
-        if not isinstance(source, torch.Tensor) or source.device.type != "cpu" or not source.numel():
+        if not isinstance(source, torch.Tensor) or source.device not in self._devices or not source.numel():
             return None
         address = source.data_ptr()
         index = bisect.bisect_right(self._starts, address) - 1
@@ -125,6 +138,28 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = self._weights[self._names[index]]
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         return self._names[index] if address < end else None
+
+
+def held_pieces(parts: Iterable[CopiedPart], parameters: Iterable[torch.Tensor]) -> list[TensorPiece]:
+    """Every part in storage that the model's parameters still use, its checksum taken there now."""
+    storages = (parameter.untyped_storage() for parameter in parameters)
+    in_use = {storage._cdata: storage for storage in storages}
+    kept = [(part, in_use[part.storage.cdata]) for part in parts if part.storage.cdata in in_use]
+    held = checksum_tensors([part.held_in(storage) for part, storage in kept])
+    return [
+        TensorPiece(part.name, part.offset, part.shape, part.stride, part.given, held_sum)
+        for (part, _), held_sum in zip(kept, held, strict=True)
+    ]
+
+
+def untouched(parts: Iterable[CopiedPart], parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """Parameters into whose storage nothing was copied."""
+    touched = {part.storage.cdata for part in parts}
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.numel() and parameter.untyped_storage()._cdata not in touched
+    ]
 
 
 def resident_checksums(

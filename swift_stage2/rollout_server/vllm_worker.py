@@ -14,7 +14,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.staging import LayoutEntry, open_staged
-from swift_stage2.rollout_server.vllm_weights import LoadTrace
+from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, untouched
 from swift_stage2.weights.tensors import checksum_tensors
 
 _MAX_SHOWN = 5
@@ -50,13 +50,14 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
             if fault == InstallFault.FLIP_ELEMENT:
                 next(model.parameters()).data.view(-1)[0] += 1
         parameters = dict(model.named_parameters())
-        left_out = trace.untouched(parameters)
+        parts = trace.parts(read)
+        left_out = untouched(parts, parameters)
         if left_out:
             raise RuntimeError(
                 f"a push must reach every parameter of the engine, got num_left_out={len(left_out)}: "
                 f"{', '.join(left_out[:_MAX_SHOWN])}"
             )
-        pieces = trace.pieces(list(parameters.values()), read)
+        pieces = held_pieces(parts, parameters.values())
         return {"read": read, "pieces": [_plain(astuple(piece)) for piece in pieces]}
 
 

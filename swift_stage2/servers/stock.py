@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.servers.session import Deadline, ServerSession, read_reply, reset_cache
 
 _MOST_WORKERS = 2**16
 _KNOWS_NO_SUCH_CALL = (404, 405, 501)
@@ -54,6 +54,21 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
             kind=FaultKind.UNUSABLE,
         )
     return tuple(keys)
+
+
+def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | None:
+    """The process that answers, if the stock server runs with our plugin and so can show its weights; else None.
+
+    Raises:
+        ServerFault: no answer, or not such a one.
+    """
+    try:
+        reply = session.get(protocol.WEIGHT_SUMS, deadline)
+    except ServerFault as fault:
+        if fault.status in _KNOWS_NO_SUCH_CALL:
+            return None
+        raise
+    return read_reply(f"{session.base_url}{protocol.WEIGHT_SUMS}", protocol.parse_incarnation, reply)
 
 
 def require_workers(session: ServerSession, deadline: Deadline) -> None:

@@ -1,7 +1,8 @@
 """Shows that one server holds the weights it was sent: by checksums, by the canary's answer, or by both.
 
-Only our server has checksums; a stock server's canary shows no more than that nothing is grossly wrong. Called by a
-push inside its round; the trainer makes the learner's own ``CanaryAnswer``.
+Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
+shows no more than that nothing is grossly wrong. Called by a push inside its round; the trainer makes the learner's
+own ``CanaryAnswer``.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ def prove_server(
     sent: Mapping[str, str],
     *,
     same_dtypes: bool,
+    sums_of: str | None = None,
 ) -> str:
     """Proves the weights whose checksums are ``sent`` and returns how: ``ServerReport.proof``.
 
     ``same_dtypes``: learner and server hold the same dtypes as far as can be told; only then must the
-    canary's answers agree.
+    canary's answers agree. ``sums_of``: the incarnation of a stock server that can show checksums.
 
     Raises:
         ServerFault: the proof is wrong, missing, or cannot be had from this server.
     """
-    if info.stock and order.proof is Proof.CHECKSUM:
-        raise ServerFault(f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto")
+    if info.stock and order.proof is Proof.CHECKSUM and sums_of is None:
+        raise ServerFault(
+            f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto, or start it with the "
+            "plugin that shows them"
+        )
     shown = []
+    if sums_of is not None and order.proof is not Proof.CANARY:  # before the canary: they name the tensor
+        _check_stock_sums(session, order, sums_of, sent)
+        shown.append("checksums")
     if order.proof is not Proof.CHECKSUM:
         try:
             _ask_canary(session, order, info, must_agree=same_dtypes)
@@ -118,22 +126,30 @@ def _check_sums(
     proof = read_reply(f"{session.base_url}{protocol.FINISH_ROUND}", protocol.RoundProof.from_json, body)
     loaded = set(proof.loaded)
     problems = [
-        *_differences("arrived", sent, proof.arrived),
-        *_differences("resident", sent, proof.resident),
+        *protocol.sum_differences("arrived", sent, proof.arrived),
+        *protocol.sum_differences("resident", sent, proof.resident),
         *(f"not loaded: {name}" for name in sent if name not in loaded),
     ]
     if proof.round_id != order.round_id or proof.weight_version != order.version:
         problems.append(f"proof of another round, version {proof.weight_version}")
     if proof.incarnation != info.incarnation:
         problems.append("the server was restarted during the round")
+    _require_none(session, problems)
+
+
+def _check_stock_sums(
+    session: ServerSession, order: RoundOrder, incarnation: str, sent: Mapping[str, str]
+) -> None:
+    body = session.post(protocol.WEIGHT_SUMS, {}, order.deadline)
+    sums = read_reply(f"{session.base_url}{protocol.WEIGHT_SUMS}", protocol.WeightSums.from_json, body)
+    restarted = ["the server was restarted during the round"] if sums.incarnation != incarnation else []
+    _require_none(session, restarted + sums.problems(sent))
+
+
+def _require_none(session: ServerSession, problems: Sequence[str]) -> None:
     if problems:
         shown = "; ".join(problems[:3])
         raise ServerFault(f"{session.base_url} does not hold the weights it was sent: {shown}")
-
-
-def _differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
-    names = [name for name in sorted(sent.keys() | got.keys()) if sent.get(name) != got.get(name)]
-    return [f"{what} checksum of {names[0]} differs ({len(names)} in all)"] if names else []
 
 
 class Canary(Protocol):

@@ -17,7 +17,7 @@ from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
-from swift_stage2.servers.stock import ask_state_keys, differing_names, is_foreign
+from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
 from swift_stage2.weights.tensors import WeightBucket, agreed_manifest
@@ -219,12 +219,20 @@ class ServerPush(threading.Thread):
             if not info.stock:
                 self._ours.add(session.base_url)
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
+            sums_of = None
             if not info.stock:
                 self._begin(session, agreed_manifest(order.manifest, info.manifest))
             else:  # ordered: it answers once nothing runs any more that a lost caller has asked
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+                sums_of = ask_sums_incarnation(session, order.deadline)
                 if self.server not in self._transports:
                     self._compare_names(session)
+                    shows = (
+                        "every tensor by checksum"
+                        if sums_of
+                        else "the canary alone: it has no plugin for checksums"
+                    )
+                    logger.info("%s is a stock server; its rounds are proven by %s", session.base_url, shows)
         with self._phase("connect"):
             transport = self._transports.setdefault(self.server, self._make_transport(info))
             try:
@@ -245,7 +253,7 @@ class ServerPush(threading.Thread):
                 self._drop_transport()
         with self._phase("prove"):
             same_dtypes = info.stock or order.manifest == info.manifest
-            self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes)
+            self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes, sums_of=sums_of)
 
     def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
         """Opens the round; a server that still ends what an abandoned caller asked is asked again."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swift_stage2.rollout_server.vllm_weights import LoadTrace, resident_checksums
+from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, resident_checksums, untouched
 from swift_stage2.weights.tensors import checksum_tensor
 
 
@@ -56,7 +56,7 @@ def load(
         with trace:
             model.load_weights(weights)
         after(model)
-        pieces += trace.pieces(list(model.parameters()))
+        pieces += held_pieces(trace.parts(), model.parameters())
     read = {name: checksum_tensor(tensor) for name, tensor in weights.items()}
     return resident_checksums({name: tensor.shape for name, tensor in weights.items()}, read, pieces)
 
@@ -127,4 +127,4 @@ def test_parameters_that_nothing_was_copied_into_are_named() -> None:
     trace = LoadTrace(weights)
     with trace:
         model.load_weights({name: weights[name] for name in ("q", "columns")})
-    assert trace.untouched(dict(model.named_parameters())) == ["norm"]
+    assert untouched(trace.parts(), dict(model.named_parameters())) == ["norm"]

@@ -37,10 +37,10 @@ START_S = 240.0
 _END_S = 30.0
 
 
-def stock_arguments(port: int, model: Path = MODEL) -> list[str]:
+def stock_arguments(port: int, model: Path = MODEL, plugins: Sequence[Path] = ()) -> list[str]:
     return [
         "-m", "swift.cli.rollout", "--model", str(model), "--model_type", "stage2_tiny_vl",
-        "--template", "stage2_tiny_vl", "--external_plugins", str(TEMPLATE), str(CPU_PLUGIN),
+        "--template", "stage2_tiny_vl", "--external_plugins", str(TEMPLATE), str(CPU_PLUGIN), *map(str, plugins),
         "--host", "127.0.0.1", "--port", str(port), "--torch_dtype", "float32",
         "--vllm_enforce_eager", "true", "--vllm_max_model_len", "1024",
     ]  # fmt: skip
@@ -111,9 +111,16 @@ class ServerProcess:
         self.shared_memory.unlink_abandoned()
 
 
-def start_stock(directory: Path, port: int, extra: Sequence[str] = ()) -> ServerProcess:
+def start_stock(
+    directory: Path,
+    port: int,
+    extra: Sequence[str] = (),
+    *,
+    model: Path = MODEL,
+    plugins: Sequence[Path] = (),
+) -> ServerProcess:
     """Starts it and returns at once; see ``wait_until_it_answers``."""
-    return start(directory, f"http://127.0.0.1:{port}", [*stock_arguments(port), *extra])
+    return start(directory, f"http://127.0.0.1:{port}", [*stock_arguments(port, model, plugins), *extra])
 
 
 def start(directory: Path, base_url: str, arguments: Sequence[str]) -> ServerProcess:

@@ -1,0 +1,153 @@
+"""Hooks of ms-swift's ``VLLMClient``: it sums what it sends, and compares after every push what each server holds.
+
+For a job of ``swift rlhf`` (or ``megatron rlhf``) whose server runs with the same plugin. The environment variable
+SWIFT_STAGE2_WEIGHT_PROOF says what a difference does: ``raise`` (default) ends the job, ``warn`` logs it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from swift.rlhf_trainers.utils import FlattenedTensorBucket
+from swift.rlhf_trainers.vllm_client import VLLMClient
+from swift.utils import get_logger
+
+from swift_stage2.errors import ProtocolError, ServerFault, UserError
+from swift_stage2.servers.protocol import WEIGHT_SUMS, WeightSums, parse_json
+from swift_stage2.weights.tensors import checksum_tensors
+
+VARIABLE = "SWIFT_STAGE2_WEIGHT_PROOF"
+_MODES = ("raise", "warn")
+_TIMEOUT_S = 300.0
+_MAX_SHOWN = 3
+
+logger = get_logger()
+
+
+def register_client() -> None:
+    """Changes ms-swift's client class in place. Raises UserError for a mode that is none."""
+    mode = os.environ.get(VARIABLE, "raise")
+    if mode not in _MODES:
+        raise UserError(f"{VARIABLE} must be raise or warn, got {mode!r}")
+    _Guard(raises=mode == "raise").wrap(VLLMClient)
+
+
+class _Guard:
+    """What one process has sent since the last push, and what it thinks of the servers' answers."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self._raises = raises
+        self._sent: dict[str, str] = {}
+        self._proven_once = False
+
+    def wrap(self, client_class: type[Any]) -> None:
+        """Each method first does what ms-swift's does, or last where it sends."""
+        for name, wrapped in (
+            ("init_communicator", self._connect),
+            ("update_named_param", self._send_one),
+            ("update_flattened_params", self._send_bucket),
+            ("process_weights_after_loading", self._check_weights),
+            ("update_adapter_flattened_param", self._send_flat_adapter),
+            ("update_adapter_param", self._send_adapter),
+        ):
+            setattr(client_class, name, _bound(wrapped, getattr(client_class, name)))
+
+    def _connect(self, method: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(client, *args, **kwargs)
+        self._sent = {}
+        for index, base_url in enumerate(client.base_urls):
+            reply = client.sessions[index].get(f"{base_url}{WEIGHT_SUMS}", timeout=_TIMEOUT_S)
+            if reply.status_code != 200:
+                self._tell(
+                    f"{base_url} must show its weights, got status {reply.status_code} of {WEIGHT_SUMS}; start it "
+                    "with swift rollout --external_plugins and the same file"
+                )
+        return result
+
+    def _send_one(self, method: Callable[..., Any], client: Any, name: str, weights: torch.Tensor) -> Any:
+        self._sum([(name, weights)])
+        return method(client, name, weights)
+
+    def _send_bucket(
+        self, method: Callable[..., Any], client: Any, metadatas: Any, flat: torch.Tensor
+    ) -> Any:
+        self._sum(_tensors_of(metadatas, flat).items())
+        return method(client, metadatas, flat)
+
+    def _check_weights(self, method: Callable[..., Any], client: Any) -> Any:
+        result = method(client)
+        sent, self._sent = self._sent, {}
+        self._check(client, sent, WeightSums.problems)
+        return result
+
+    def _send_flat_adapter(
+        self, method: Callable[..., Any], client: Any, config: Any, metadatas: Any, flat: torch.Tensor
+    ) -> Any:
+        result = method(client, config, metadatas, flat)
+        self._check(client, _sums(_tensors_of(metadatas, flat).items()), WeightSums.adapter_problems)
+        return result
+
+    def _send_adapter(
+        self, method: Callable[..., Any], client: Any, config: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> Any:
+        result = method(client, config, tensors)
+        self._check(client, _sums(tensors.items()), WeightSums.adapter_problems)
+        return result
+
+    def _sum(self, tensors: Any) -> None:
+        self._sent |= _sums(tensors)
+
+    def _check(
+        self,
+        client: Any,
+        sent: Mapping[str, str],
+        problems_of: Callable[[WeightSums, Mapping[str, str]], list[str]],
+    ) -> None:
+        for index, base_url in enumerate(client.base_urls):
+            if problems := problems_of(_ask(client.sessions[index], base_url), sent):
+                shown = "; ".join(problems[:_MAX_SHOWN])
+                self._tell(f"{base_url} does not hold the weights it was sent: {shown}")
+                return
+        if not self._proven_once:
+            self._proven_once = True
+            logger.info(
+                f"{len(sent)} tensors were sent and shown by {', '.join(client.base_urls)}: all as sent"
+            )
+
+    def _tell(self, problem: str) -> None:
+        if self._raises:
+            raise ServerFault(problem)
+        logger.warning(problem)
+
+
+def _bound(wrapped: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(client: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapped(method, client, *args, **kwargs)
+
+    return call
+
+
+def _ask(session: Any, base_url: str) -> WeightSums:
+    reply = session.post(f"{base_url}{WEIGHT_SUMS}", timeout=_TIMEOUT_S)
+    if reply.status_code != 200:
+        raise ServerFault(f"{base_url}{WEIGHT_SUMS}: status {reply.status_code}: {reply.text[:200]}")
+    try:
+        return WeightSums.from_json(parse_json(reply.content))
+    except ProtocolError as error:
+        raise ServerFault(f"{base_url}{WEIGHT_SUMS}: {error}") from error
+
+
+def _tensors_of(metadatas: Sequence[Any], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut as the server cuts them."""
+    tensors: dict[str, torch.Tensor] = FlattenedTensorBucket(
+        metadata=list(metadatas), flattened_tensor=flat
+    ).reconstruct_tensors()
+    return tensors
+
+
+def _sums(tensors: Any) -> dict[str, str]:
+    named = dict(tensors)
+    return dict(zip(named, checksum_tensors(list(named.values())), strict=True))

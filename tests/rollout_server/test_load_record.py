@@ -1,0 +1,202 @@
+"""What one worker notes of a push, and what all of them say together; models that fuse, cut, drop and fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_vllm_weights import FusedModel, arrived, make_weights
+
+from swift_stage2.servers.protocol import WeightSums
+from swift_stage2.stock_proof.load_record import LoadRecord, combine
+
+
+class Worker:
+    """A worker with its model. ``loader`` stands in the place of the model's own."""
+
+    def __init__(self, ranks: int = 1, rank: int = 0) -> None:
+        self.model = FusedModel(ranks=ranks, rank=rank)
+        self.record = LoadRecord()
+        self.loader: Callable[[dict[str, torch.Tensor]], None] = self.model.load_weights
+
+    def push(self, weights: dict[str, torch.Tensor], *, bucket: int = 2) -> None:
+        """In buckets, as ms-swift does: a failure is logged, and the push goes on."""
+        names = list(weights)
+        for start in range(0, len(names), bucket):
+            given = [(name, weights[name].clone()) for name in names[start : start + bucket]]
+            try:
+                with self.record.loading("update_flattened_params"):
+                    self.record.load(given, lambda weights: self.loader(dict(weights)))
+            except ValueError:
+                continue
+        self.record.end()
+
+    def report(self) -> dict[str, Any]:
+        return self.record.report(dict(self.model.named_parameters()))
+
+
+def sums(*engines: Sequence[Worker], num_workers: int | None = None) -> WeightSums:
+    reports = [[worker.report() for worker in workers] for workers in engines]
+    return combine("process", reports, num_workers or sum(map(len, engines)))
+
+
+def test_a_push_is_held_as_it_was_sent_and_the_next_one_too() -> None:
+    worker = Worker()
+    for _ in range(2):
+        weights = {name: tensor + 1 for name, tensor in make_weights().items()}
+        worker.push(weights)
+        told = sums([worker])
+        assert told.resident == told.arrived == arrived(weights)
+        assert told.problems(arrived(weights)) == []
+        assert told.incarnation == "process"
+
+
+def test_tensors_that_are_sent_one_by_one_are_told_like_buckets() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights, bucket=1)
+    assert sums([worker]).problems(arrived(weights)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_that_hold_parts_answer_together(ranks: int) -> None:
+    engines = [[Worker(ranks, rank) for rank in range(ranks)] for _ in range(2)]
+    weights = make_weights()
+    for worker in (worker for engine in engines for worker in engine):
+        worker.push(weights)
+    assert sums(*engines).problems(arrived(weights)) == []
+
+
+def test_no_memory_of_a_push_is_kept() -> None:
+    worker, weights = Worker(), make_weights()
+    given = [(name, tensor.clone()) for name, tensor in weights.items()]
+    storages = [torch.multiprocessing.reductions.StorageWeakRef(each.untyped_storage()) for _, each in given]  # type: ignore[no-untyped-call]
+    worker.record.load(given, lambda weights: worker.model.load_weights(dict(weights)))
+    del given
+    assert all(storage.expired() for storage in storages)
+    worker.model.norm = torch.nn.Parameter(torch.zeros(3))  # nor the model's own, once it holds others
+    assert sums([worker]).resident.keys() == {"q", "k", "columns"}
+
+
+def dropping(model: FusedModel, dropped: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda weights: model.load_weights(
+        {name: each for name, each in weights.items() if name != dropped}
+    )
+
+
+@pytest.mark.parametrize("name", ["q", "norm"])
+def test_a_tensor_that_is_dropped_is_named(name: str) -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)  # an older one, which it then still holds
+    worker.loader = dropping(worker.model, name)
+    newer = {name: tensor + 1 for name, tensor in weights.items()}
+    worker.push(newer)
+    (problem,) = sums([worker]).problems(arrived(newer))
+    assert problem.startswith(
+        f"{name} (1 in all) arrived and was not seen whole in the model: it was dropped"
+    )
+
+
+def test_one_engine_of_two_that_drops_a_tensor_is_enough() -> None:
+    workers, weights = [Worker(), Worker()], make_weights()
+    workers[1].loader = dropping(workers[1].model, "k")
+    for worker in workers:
+        worker.push(weights)
+    (problem,) = sums([workers[0]], [workers[1]]).problems(arrived(weights))
+    assert problem.startswith("k (1 in all) arrived")
+
+
+def test_one_element_is_named_wherever_it_flips() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    worker.model.fused.data[0, 0] += 1
+    assert sums([worker]).problems(arrived(weights)) == ["resident checksum of q differs (1 in all)"]
+    other = {**weights, "norm": weights["norm"] + 1}
+    worker.push(weights)
+    assert sums([worker]).problems(arrived(other)) == ["arrived checksum of norm differs (1 in all)"]
+
+
+def test_engines_that_hold_different_weights_hold_no_ones() -> None:
+    workers, weights = [Worker(), Worker()], make_weights()
+    for worker in workers:
+        worker.push(weights)
+    workers[1].model.norm.data[0] += 1
+    assert sums([workers[0]], [workers[1]]).problems(arrived(weights)) == [
+        "resident checksum of norm differs (1 in all)"
+    ]
+
+
+def test_a_failure_is_told_until_the_next_push() -> None:
+    worker, weights = Worker(), make_weights()
+
+    def fail(weights: dict[str, torch.Tensor]) -> None:
+        raise ValueError("no such weight")
+
+    worker.loader = fail
+    worker.push(weights)
+    assert sums([worker]).problems(arrived(weights))[0] == (
+        "engine 0 worker 0: update_flattened_params: ValueError: no such weight"
+    )
+    worker.loader = worker.model.load_weights
+    worker.push(weights)
+    assert sums([worker]).problems(arrived(weights)) == []
+
+
+def test_a_failure_before_the_first_tensor_was_there_is_not_forgotten_with_the_next_bucket() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    with pytest.raises(MemoryError), worker.record.loading("update_flattened_params"):
+        raise MemoryError("no room for the bucket")
+    worker.push(weights)
+    assert "MemoryError: no room for the bucket" in sums([worker]).problems(arrived(weights))[0]
+
+
+def test_a_worker_that_does_not_answer_is_no_proof() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    told = combine("process", [[worker.report()], None], 2)
+    assert told.problems(arrived(weights)) == ["1 of 2 workers answered; the server's log says why"]
+    assert combine("process", [None], 1).problems({})[0].startswith("0 of 1 workers answered")
+
+
+def test_a_server_that_was_sent_nothing_holds_nothing() -> None:
+    assert sums([Worker()]).problems(arrived(make_weights())) == [
+        "arrived checksum of columns differs (4 in all)"
+    ]
+
+
+def test_a_parameter_that_no_tensor_reached_is_named() -> None:
+    worker = Worker()
+    weights = make_weights()
+    del weights["norm"]
+    worker.push(weights)
+    assert sums([worker]).problems(arrived(weights)) == [
+        "nothing was loaded into the server's parameter norm (1 in all)"
+    ]
+
+
+def test_an_output_layer_tied_to_a_tensor_that_is_held_is_held_as_well() -> None:
+    worker, weights = Worker(), make_weights()
+    tied = {**weights, "lm_head.weight": weights["norm"]}
+    worker.loader = dropping(worker.model, "lm_head.weight")
+    worker.push(tied)
+    assert sums([worker]).problems(arrived(tied)) == []
+    untied = {**weights, "lm_head.weight": weights["norm"] + 1}
+    worker.push(untied)
+    assert sums([worker]).problems(arrived(untied))[0].startswith("lm_head.weight (1 in all) arrived")
+
+
+def test_of_an_adapter_only_what_arrived_is_known() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    adapter = {"q.lora_A": torch.randn(2, 3), "q.lora_B": torch.randn(4, 2)}
+    with worker.record.adding("update_adapter_param"):
+        worker.record.take_adapter(adapter)
+    told = sums([worker])
+    assert told.adapter == arrived(adapter)
+    assert told.adapter_problems(arrived(adapter)) == []
+    assert told.adapter_problems(arrived({**adapter, "q.lora_A": torch.zeros(2, 3)})) == [
+        "arrived checksum of q.lora_A differs (1 in all)"
+    ]
+    assert told.problems(arrived(weights)) == []  # the full weights beneath it are held as before
