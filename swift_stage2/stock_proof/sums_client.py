@@ -41,12 +41,12 @@ class _Guard:
     def __init__(self, *, raises: bool) -> None:
         self._raises = raises
         self._sent: dict[str, str] = {}
-        self._proven_once = False
+        self._has_asked = False
+        self._has_told = False
 
     def wrap(self, client_class: type[Any]) -> None:
-        """Each method first does what ms-swift's does, or last where it sends."""
+        """Each method still does what ms-swift's does. Connecting is none of them: it is over before plugins come."""
         for name, wrapped in (
-            ("init_communicator", self._connect),
             ("update_named_param", self._send_one),
             ("update_flattened_params", self._send_bucket),
             ("process_weights_after_loading", self._check_weights),
@@ -55,27 +55,17 @@ class _Guard:
         ):
             setattr(client_class, name, _bound(wrapped, getattr(client_class, name)))
 
-    def _connect(self, method: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(client, *args, **kwargs)
-        self._sent = {}
-        for index, base_url in enumerate(client.base_urls):
-            reply = client.sessions[index].get(f"{base_url}{WEIGHT_SUMS}", timeout=_TIMEOUT_S)
-            if reply.status_code != 200:
-                self._tell(
-                    f"{base_url} must show its weights, got status {reply.status_code} of {WEIGHT_SUMS}; start it "
-                    "with swift rollout --external_plugins and the same file"
-                )
-        return result
-
     def _send_one(self, method: Callable[..., Any], client: Any, name: str, weights: torch.Tensor) -> Any:
-        self._sum([(name, weights)])
+        self._require_sums(client)
+        self._sent |= _sums({name: weights})
         return method(client, name, weights)
 
     def _send_bucket(
-        self, method: Callable[..., Any], client: Any, metadatas: Any, flat: torch.Tensor
+        self, method: Callable[..., Any], client: Any, metadatas: Any, flattened_tensor: torch.Tensor
     ) -> Any:
-        self._sum(_tensors_of(metadatas, flat).items())
-        return method(client, metadatas, flat)
+        self._require_sums(client)
+        self._sent |= _sums(_tensors_of(metadatas, flattened_tensor))
+        return method(client, metadatas, flattened_tensor)
 
     def _check_weights(self, method: Callable[..., Any], client: Any) -> Any:
         result = method(client)
@@ -84,21 +74,42 @@ class _Guard:
         return result
 
     def _send_flat_adapter(
-        self, method: Callable[..., Any], client: Any, config: Any, metadatas: Any, flat: torch.Tensor
+        self,
+        method: Callable[..., Any],
+        client: Any,
+        peft_config: Any,
+        metadatas: Any,
+        flattened_tensor: torch.Tensor,
     ) -> Any:
-        result = method(client, config, metadatas, flat)
-        self._check(client, _sums(_tensors_of(metadatas, flat).items()), WeightSums.adapter_problems)
+        self._require_sums(client)
+        result = method(client, peft_config, metadatas, flattened_tensor)
+        self._check(client, _sums(_tensors_of(metadatas, flattened_tensor)), WeightSums.adapter_problems)
         return result
 
     def _send_adapter(
-        self, method: Callable[..., Any], client: Any, config: Any, tensors: Mapping[str, torch.Tensor]
+        self,
+        method: Callable[..., Any],
+        client: Any,
+        peft_config: Any,
+        lora_params: Mapping[str, torch.Tensor],
     ) -> Any:
-        result = method(client, config, tensors)
-        self._check(client, _sums(tensors.items()), WeightSums.adapter_problems)
+        self._require_sums(client)
+        result = method(client, peft_config, lora_params)
+        self._check(client, _sums(lora_params), WeightSums.adapter_problems)
         return result
 
-    def _sum(self, tensors: Any) -> None:
-        self._sent |= _sums(tensors)
+    def _require_sums(self, client: Any) -> None:
+        """Before the first push: a server without the plugin could only be told of after it."""
+        if self._has_asked:
+            return
+        self._has_asked = True
+        for index, base_url in enumerate(client.base_urls):
+            reply = client.sessions[index].get(f"{base_url}{WEIGHT_SUMS}", timeout=_TIMEOUT_S)
+            if reply.status_code != 200:
+                self._tell(
+                    f"{base_url} must show its weights, got status {reply.status_code} of {WEIGHT_SUMS}; start it "
+                    "with swift rollout --external_plugins and the same file"
+                )
 
     def _check(
         self,
@@ -107,12 +118,17 @@ class _Guard:
         problems_of: Callable[[WeightSums, Mapping[str, str]], list[str]],
     ) -> None:
         for index, base_url in enumerate(client.base_urls):
-            if problems := problems_of(_ask(client.sessions[index], base_url), sent):
+            try:
+                problems = problems_of(_ask(client.sessions[index], base_url), sent)
+            except ServerFault as fault:
+                self._tell(str(fault))
+                return
+            if problems:
                 shown = "; ".join(problems[:_MAX_SHOWN])
                 self._tell(f"{base_url} does not hold the weights it was sent: {shown}")
                 return
-        if not self._proven_once:
-            self._proven_once = True
+        if not self._has_told:
+            self._has_told = True
             logger.info(
                 f"{len(sent)} tensors were sent and shown by {', '.join(client.base_urls)}: all as sent"
             )
@@ -148,6 +164,5 @@ def _tensors_of(metadatas: Sequence[Any], flat: torch.Tensor) -> dict[str, torch
     return tensors
 
 
-def _sums(tensors: Any) -> dict[str, str]:
-    named = dict(tensors)
-    return dict(zip(named, checksum_tensors(list(named.values())), strict=True))
+def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
-START_S = 240.0
+START_S = 480.0
 _END_S = 30.0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,13 @@ from live_server import free_port
 from stock_server import ServerProcess, start_stock
 from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
 
+from benchmarks.clocks import DIRECTORY_VARIABLE
+from benchmarks.learner_job import Arm, grpo_arguments
 from swift_stage2.config import Proof
+from swift_stage2.config.swift_arguments import as_argv
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
+from swift_stage2.demo.grounding_dataset import write_scenes
+from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.stock_proof import PLUGIN
@@ -23,7 +31,6 @@ VARIABLE = "STAGE2_TEST_FAULT_FILE"
 HERE = Path(__file__).parent
 FIRST = "model.language_model.embed_tokens.weight"
 K_PROJ = "model.language_model.layers.1.self_attn.k_proj.weight"  # one of three in vLLM's parameter
-CLIENT = HERE / "ms_swift_client.py"
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +155,56 @@ def test_weights_of_another_round_are_named(summed: ServerProcess) -> None:
     learner.train_a_little()
     assert "arrived checksum of" in error_of(learner.round())
     learner.sync.close()
+
+
+_GRPO_S = 800.0
+
+
+def run_grpo(
+    directory: Path,
+    server: ServerProcess,
+    *,
+    mode: str = "raise",
+    tuner_type: str = "full",
+    flat: bool = True,
+) -> tuple[int, str]:
+    """Two steps of ms-swift's own GRPO with the plugin, and no learner of ours: exit status and what it printed."""
+    rows = write_scenes(directory, SceneKind.SHAPES, num_train=32, num_held_out=1, seed=0).train
+    ports = (server.port, server.group_port)
+    arm = Arm(name="grpo", directory=directory / "grpo", rows=rows, num_steps=2, ports=ports)
+    arguments = grpo_arguments(arm, asynchronous=False)
+    arguments["external_plugins"] = [*arguments["external_plugins"], str(PLUGIN)]
+    arguments |= {"tuner_type": tuner_type, "enable_flattened_weight_sync": flat}
+    program = (
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "-m",
+        "benchmarks.swift_program",
+    )
+    place = {DIRECTORY_VARIABLE: str(arm.directory), "SWIFT_STAGE2_WEIGHT_PROOF": mode}
+    finished = subprocess.run(
+        [sys.executable, "-m", *program, "rlhf", *as_argv(arguments)],
+        capture_output=True,
+        text=True,
+        timeout=_GRPO_S,
+        check=False,
+        env=os.environ | CHILD_ENVIRONMENT | place,
+    )
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def test_ms_swifts_own_grpo_trains_when_every_push_is_held(summed: ServerProcess, tmp_path: Path) -> None:
+    status, output = run_grpo(tmp_path, summed)
+    assert status == 0, output[-3000:]
+    assert "tensors were sent and shown by" in output
+    assert sums_of(summed).problems(sums_of(summed).arrived) == []
+
+
+def test_ms_swifts_own_grpo_ends_with_the_name_of_a_tensor_that_was_dropped(
+    summed: ServerProcess, fault: Path, tmp_path: Path
+) -> None:
+    fault.write_text(f"drop {K_PROJ}")
+    status, output = run_grpo(tmp_path, summed, flat=False)
+    assert status != 0
+    assert f"does not hold the weights it was sent: {K_PROJ} (1 in all) arrived" in output, output[-3000:]

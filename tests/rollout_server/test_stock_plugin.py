@@ -1,0 +1,252 @@
+"""The plugin's hooks in stand-ins for ms-swift's server and client, and what a round makes of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fake_rollout_server import Answer, Call, FakeRolloutServer
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from test_load_record import Worker
+from test_vllm_weights import arrived, make_weights
+
+from swift_stage2.config import Proof
+from swift_stage2.errors import ServerFault, UserError
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_sums_incarnation
+from swift_stage2.stock_proof.load_record import combine
+from swift_stage2.stock_proof.sums_server import WORKER_EXTENSION, register_server
+from swift_stage2.weights.proof import RoundOrder, prove_server
+
+
+class Pipe:
+    """To a process of ms-swift's that runs an engine: it answers None when a call failed."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._replies: list[Any] = []
+
+    def send(self, command: dict[str, Any]) -> None:
+        try:
+            self._replies.append(getattr(self._engine, command["method"])())
+        except RuntimeError:
+            self._replies.append(None)
+
+    def recv(self) -> Any:
+        return self._replies.pop(0)
+
+
+def make_program() -> Any:
+    """As much of ms-swift's module as the plugin touches."""
+
+    class GRPOVllmEngine:
+        def __init__(self, model: str, *, engine_kwargs: dict[str, Any] | None = None) -> None:
+            self.model, self.engine_kwargs = model, engine_kwargs
+            self.use_async_engine = False
+            self.engine: Any = None
+
+    class SwiftRolloutDeploy:
+        def __init__(self, connections: list[Pipe], num_workers: int) -> None:
+            self.app, self.connections = FastAPI(), connections
+            self.args = SimpleNamespace(vllm_tensor_parallel_size=1, vllm_data_parallel_size=num_workers)
+            self._register_rl_rollout_app()
+
+        def _require_api_key(self) -> Callable[[], None]:
+            return lambda: None
+
+        def _register_rl_rollout_app(self) -> None:
+            self.app.get("/health/")(lambda: {"status": "ok"})
+
+    return SimpleNamespace(GRPOVllmEngine=GRPOVllmEngine, SwiftRolloutDeploy=SwiftRolloutDeploy)
+
+
+def make_engine(program: Any, worker: Worker | None) -> Any:
+    engine = program.GRPOVllmEngine("model", engine_kwargs={"worker_extension_cls": "ms-swift's", "seed": 1})
+
+    def collective_rpc(method: str) -> list[Any]:
+        assert method == "stage2_weight_sums"
+        if worker is None:
+            raise RuntimeError("the worker has died")
+        return [worker.report()]
+
+    engine.engine = SimpleNamespace(collective_rpc=collective_rpc)
+    return engine
+
+
+def test_the_extension_takes_the_place_of_ms_swifts() -> None:
+    program = make_program()
+    register_server(program)
+    engine = make_engine(program, Worker())
+    assert engine.engine_kwargs == {"worker_extension_cls": WORKER_EXTENSION, "seed": 1}
+    assert type(engine).__name__ == "GRPOVllmEngine"
+
+
+def test_the_route_asks_every_engine_and_leaves_the_others_alone() -> None:
+    program, weights = make_program(), make_weights()
+    register_server(program)
+    workers = [Worker(), Worker()]
+    for worker in workers:
+        worker.push(weights)
+    pipes = [Pipe(make_engine(program, worker)) for worker in workers]
+    with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
+        assert http.get("/health/").json() == {"status": "ok"}
+        about = http.get(protocol.WEIGHT_SUMS).json()
+        told = protocol.WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
+        assert about == {"incarnation": told.incarnation}
+        assert told.problems(arrived(weights)) == []
+
+
+def test_an_engine_whose_worker_has_died_is_told_as_an_error() -> None:
+    program, weights, worker = make_program(), make_weights(), Worker()
+    register_server(program)
+    worker.push(weights)
+    pipes = [Pipe(make_engine(program, worker)), Pipe(make_engine(program, None))]
+    with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
+        told = protocol.WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
+    assert told.errors == ("1 of 2 workers answered; the server's log says why",)
+
+
+@pytest.mark.parametrize("name", ["GRPOVllmEngine", "SwiftRolloutDeploy"])
+def test_another_release_of_ms_swift_is_refused(name: str) -> None:
+    program = make_program()
+    delattr(program, name)
+    with pytest.raises(RuntimeError, match="got another release"):
+        register_server(program)
+
+
+def stock_with_sums(
+    worker: Worker, *, incarnations: tuple[str, str] = ("process", "process")
+) -> FakeRolloutServer:
+    def about(call: Call) -> Answer:
+        if call.path != protocol.WEIGHT_SUMS:
+            return Answer(404)
+        return Answer(body=json.dumps({"incarnation": incarnations[0]}).encode())
+
+    def sums(call: Call) -> Answer:
+        assert call.path == protocol.WEIGHT_SUMS
+        return Answer(body=json.dumps(combine(incarnations[1], [[worker.report()]], 1).to_json()).encode())
+
+    return FakeRolloutServer(on_get=about, on_reset=sums)
+
+
+def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
+    order = RoundOrder(
+        round_id="round",
+        run_id="run",
+        version=1,
+        manifest=(),
+        canary=SimpleNamespace(),  # type: ignore[arg-type]
+        proof=Proof.CHECKSUM,
+        api_key=None,
+        deadline=Deadline(20.0),
+    )
+    stock = protocol.ServerInfo(stock=True)
+    with ServerSession(server.url) as session:
+        sums_of = ask_sums_incarnation(session, order.deadline)
+        return prove_server(session, order, stock, sent, same_dtypes=True, sums_of=sums_of)
+
+
+def test_a_round_believes_a_stock_server_that_shows_checksums() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    with stock_with_sums(worker) as server:
+        assert proven_by(server, arrived(weights)) == "checksums"
+        with pytest.raises(ServerFault, match="arrived checksum of norm differs"):
+            proven_by(server, arrived({**weights, "norm": torch.zeros(3)}))
+    with FakeRolloutServer() as server, pytest.raises(ServerFault, match="no checksums"):
+        proven_by(server, {})
+
+
+def test_a_stock_server_that_was_restarted_during_the_round_is_not_believed() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    with (
+        stock_with_sums(worker, incarnations=("one", "other")) as server,
+        pytest.raises(ServerFault, match="restarted during the round"),
+    ):
+        proven_by(server, arrived(weights))
+
+
+class Client:
+    """As much of ms-swift's ``VLLMClient`` as the plugin touches; what it sends goes straight into a worker."""
+
+    def __init__(self, base_url: str, worker: Worker) -> None:
+        self.base_urls, self.sessions, self.worker = [base_url], [httpx.Client(trust_env=False)], worker
+
+    def update_named_param(self, name: str, weights: torch.Tensor) -> None:
+        with self.worker.record.loading("update_named_param"):
+            self.worker.record.load([(name, weights)], lambda weights: self.worker.loader(dict(weights)))
+
+    def update_flattened_params(self, metadatas: Any, flattened_tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self) -> None:
+        self.worker.record.end()
+
+    def update_adapter_flattened_param(self, peft_config: Any, metadatas: Any, flat: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def update_adapter_param(self, peft_config: Any, lora_params: dict[str, torch.Tensor]) -> None:
+        self.worker.record.take_adapter(lora_params)
+
+
+def guarded(monkeypatch: pytest.MonkeyPatch, mode: str | None = None) -> type[Client]:
+    from swift_stage2.stock_proof import sums_client
+
+    guarded_class = type("Guarded", (Client,), {})
+    monkeypatch.setattr(sums_client, "VLLMClient", guarded_class)
+    if mode is not None:
+        monkeypatch.setenv(sums_client.VARIABLE, mode)
+    sums_client.register_client()
+    return guarded_class
+
+
+def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in weights.items():
+        client.update_named_param(name, tensor)
+    client.process_weights_after_loading()
+
+
+def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, weights = Worker(), make_weights()
+    with stock_with_sums(worker) as server:
+        client = guarded(monkeypatch)(server.url, worker)
+        push(client, weights)
+        worker.loader = lambda given: None
+        with pytest.raises(
+            ServerFault, match=r"columns \(4 in all\) arrived and was not seen whole in the model"
+        ):
+            push(client, weights)
+        worker.loader = worker.model.load_weights
+        push(client, weights)
+        client.update_adapter_param({}, {"q.lora_A": weights["q"]})
+
+
+def test_a_difference_can_be_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker()
+    worker.loader = lambda given: None
+    with stock_with_sums(worker) as server:
+        client = guarded(monkeypatch, "warn")(server.url, worker)
+        push(client, make_weights())
+    assert "does not hold the weights it was sent" in caplog.text
+
+
+def test_a_server_without_the_plugin_is_told_before_the_first_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRolloutServer() as server:
+        client = guarded(monkeypatch)(server.url, Worker())
+        with pytest.raises(ServerFault, match="must show its weights, got status 404"):
+            push(client, make_weights())
+
+
+def test_a_mode_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="must be raise or warn, got 'perhaps'"):
+        guarded(monkeypatch, "perhaps")
