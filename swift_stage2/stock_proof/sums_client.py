@@ -23,6 +23,7 @@ VARIABLE = "SWIFT_STAGE2_WEIGHT_PROOF"
 _MODES = ("raise", "warn")
 _TIMEOUT_S = 300.0
 _MAX_SHOWN = 3
+_ADAPTER_TOLD = "of an adapter, which is not traced in vLLM's memory, arrived"
 
 logger = get_logger()
 
@@ -42,7 +43,7 @@ class _Guard:
         self._raises = raises
         self._sent: dict[str, str] = {}
         self._has_asked = False
-        self._has_told = False
+        self._told: set[str] = set()
 
     def wrap(self, client_class: type[Any]) -> None:
         """Each method still does what ms-swift's does. Connecting is none of them: it is over before plugins come."""
@@ -70,7 +71,7 @@ class _Guard:
     def _check_weights(self, method: Callable[..., Any], client: Any) -> Any:
         result = method(client)
         sent, self._sent = self._sent, {}
-        self._check(client, sent, WeightSums.problems)
+        self._check(client, sent, WeightSums.problems, "arrived and are resident")
         return result
 
     def _send_flat_adapter(
@@ -83,7 +84,8 @@ class _Guard:
     ) -> Any:
         self._require_sums(client)
         result = method(client, peft_config, metadatas, flattened_tensor)
-        self._check(client, _sums(_tensors_of(metadatas, flattened_tensor)), WeightSums.adapter_problems)
+        sent = _sums(_tensors_of(metadatas, flattened_tensor))
+        self._check(client, sent, WeightSums.adapter_problems, _ADAPTER_TOLD)
         return result
 
     def _send_adapter(
@@ -95,7 +97,7 @@ class _Guard:
     ) -> Any:
         self._require_sums(client)
         result = method(client, peft_config, lora_params)
-        self._check(client, _sums(lora_params), WeightSums.adapter_problems)
+        self._check(client, _sums(lora_params), WeightSums.adapter_problems, _ADAPTER_TOLD)
         return result
 
     def _require_sums(self, client: Any) -> None:
@@ -116,6 +118,7 @@ class _Guard:
         client: Any,
         sent: Mapping[str, str],
         problems_of: Callable[[WeightSums, Mapping[str, str]], list[str]],
+        shown: str,
     ) -> None:
         for index, base_url in enumerate(client.base_urls):
             try:
@@ -124,14 +127,12 @@ class _Guard:
                 self._tell(str(fault))
                 return
             if problems:
-                shown = "; ".join(problems[:_MAX_SHOWN])
-                self._tell(f"{base_url} does not hold the weights it was sent: {shown}")
+                first = "; ".join(problems[:_MAX_SHOWN])
+                self._tell(f"{base_url} does not hold the weights it was sent: {first}")
                 return
-        if not self._has_told:
-            self._has_told = True
-            logger.info(
-                f"{len(sent)} tensors were sent and shown by {', '.join(client.base_urls)}: all as sent"
-            )
+        if shown not in self._told:
+            self._told.add(shown)
+            logger.info(f"{len(sent)} tensors {shown} as they were sent at {', '.join(client.base_urls)}")
 
     def _tell(self, problem: str) -> None:
         if self._raises:

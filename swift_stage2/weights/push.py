@@ -227,12 +227,8 @@ class ServerPush(threading.Thread):
                 sums_of = ask_sums_incarnation(session, order.deadline)
                 if self.server not in self._transports:
                     self._compare_names(session)
-                    shows = (
-                        "every tensor by checksum"
-                        if sums_of
-                        else "the canary alone: it has no plugin for checksums"
-                    )
-                    logger.info("%s is a stock server; its rounds are proven by %s", session.base_url, shows)
+                    shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
+                    logger.info("%s is a stock server and %s", session.base_url, shown)
         with self._phase("connect"):
             transport = self._transports.setdefault(self.server, self._make_transport(info))
             try:

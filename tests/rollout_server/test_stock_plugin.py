@@ -215,6 +215,10 @@ def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swift_stage2.stock_proof import sums_client
+
+    told: list[str] = []
+    monkeypatch.setattr(sums_client.logger, "info", told.append)
     worker, weights = Worker(), make_weights()
     with stock_with_sums(worker) as server:
         client = guarded(monkeypatch)(server.url, worker)
@@ -227,6 +231,10 @@ def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPa
         worker.loader = worker.model.load_weights
         push(client, weights)
         client.update_adapter_param({}, {"q.lora_A": weights["q"]})
+    assert told == [
+        f"4 tensors arrived and are resident as they were sent at {server.url}",
+        f"1 tensors of an adapter, which is not traced in vLLM's memory, arrived as they were sent at {server.url}",
+    ]
 
 
 def test_a_difference_can_be_a_warning(
