@@ -27,6 +27,26 @@ _ADAPTER_TOLD = "of an adapter, which is not traced in vLLM's memory, arrived"
 
 logger = get_logger()
 
+NamedTensors = Mapping[str, torch.Tensor]
+
+
+def _cut(metadatas: Sequence[Any], flattened_tensor: torch.Tensor) -> NamedTensors:
+    """As the server cuts them."""
+    bucket = FlattenedTensorBucket(metadata=list(metadatas), flattened_tensor=flattened_tensor)
+    tensors: NamedTensors = bucket.reconstruct_tensors()
+    return tensors
+
+
+# What each sending method of the client is given, in ms-swift's own words.
+_TENSORS_OF: Mapping[str, Callable[..., NamedTensors]] = {
+    "update_named_param": lambda name, weights: {name: weights},
+    "update_flattened_params": _cut,
+    "update_adapter_flattened_param": lambda peft_config, metadatas, flattened_tensor: _cut(
+        metadatas, flattened_tensor
+    ),
+    "update_adapter_param": lambda peft_config, lora_params: lora_params,
+}
+
 
 def register_client() -> None:
     """Changes ms-swift's client class in place. Raises UserError for a mode that is none."""
@@ -47,58 +67,33 @@ class _Guard:
 
     def wrap(self, client_class: type[Any]) -> None:
         """Each method still does what ms-swift's does. Connecting is none of them: it is over before plugins come."""
-        for name, wrapped in (
-            ("update_named_param", self._send_one),
-            ("update_flattened_params", self._send_bucket),
-            ("process_weights_after_loading", self._check_weights),
-            ("update_adapter_flattened_param", self._send_flat_adapter),
-            ("update_adapter_param", self._send_adapter),
-        ):
-            setattr(client_class, name, _bound(wrapped, getattr(client_class, name)))
+        for name, tensors_of in _TENSORS_OF.items():
+            setattr(
+                client_class, name, self._sending(getattr(client_class, name), tensors_of, "adapter" in name)
+            )
+        finish = client_class.process_weights_after_loading
 
-    def _send_one(self, method: Callable[..., Any], client: Any, name: str, weights: torch.Tensor) -> Any:
-        self._require_sums(client)
-        self._sent |= _sums({name: weights})
-        return method(client, name, weights)
+        def finish_and_check(client: Any) -> None:
+            finish(client)
+            sent, self._sent = self._sent, {}
+            self._check(client, sent, WeightSums.problems, "arrived and are resident")
 
-    def _send_bucket(
-        self, method: Callable[..., Any], client: Any, metadatas: Any, flattened_tensor: torch.Tensor
-    ) -> Any:
-        self._require_sums(client)
-        self._sent |= _sums(_tensors_of(metadatas, flattened_tensor))
-        return method(client, metadatas, flattened_tensor)
+        client_class.process_weights_after_loading = finish_and_check  # type: ignore[attr-defined]
 
-    def _check_weights(self, method: Callable[..., Any], client: Any) -> Any:
-        result = method(client)
-        sent, self._sent = self._sent, {}
-        self._check(client, sent, WeightSums.problems, "arrived and are resident")
-        return result
+    def _sending(
+        self, method: Callable[..., Any], tensors_of: Callable[..., NamedTensors], is_adapter: bool
+    ) -> Callable[..., None]:
+        def send(client: Any, *args: Any, **kwargs: Any) -> None:
+            self._require_sums(client)
+            tensors = tensors_of(*args, **kwargs)
+            sent = dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
+            method(client, *args, **kwargs)
+            if is_adapter:  # which comes whole
+                self._check(client, sent, WeightSums.adapter_problems, _ADAPTER_TOLD)
+            else:
+                self._sent |= sent
 
-    def _send_flat_adapter(
-        self,
-        method: Callable[..., Any],
-        client: Any,
-        peft_config: Any,
-        metadatas: Any,
-        flattened_tensor: torch.Tensor,
-    ) -> Any:
-        self._require_sums(client)
-        result = method(client, peft_config, metadatas, flattened_tensor)
-        sent = _sums(_tensors_of(metadatas, flattened_tensor))
-        self._check(client, sent, WeightSums.adapter_problems, _ADAPTER_TOLD)
-        return result
-
-    def _send_adapter(
-        self,
-        method: Callable[..., Any],
-        client: Any,
-        peft_config: Any,
-        lora_params: Mapping[str, torch.Tensor],
-    ) -> Any:
-        self._require_sums(client)
-        result = method(client, peft_config, lora_params)
-        self._check(client, _sums(lora_params), WeightSums.adapter_problems, _ADAPTER_TOLD)
-        return result
+        return send
 
     def _require_sums(self, client: Any) -> None:
         """Before the first push: a server without the plugin could only be told of after it."""
@@ -140,13 +135,6 @@ class _Guard:
         logger.warning(problem)
 
 
-def _bound(wrapped: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(client: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapped(method, client, *args, **kwargs)
-
-    return call
-
-
 def _ask(session: Any, base_url: str) -> WeightSums:
     reply = session.post(f"{base_url}{WEIGHT_SUMS}", timeout=_TIMEOUT_S)
     if reply.status_code != 200:
@@ -155,15 +143,3 @@ def _ask(session: Any, base_url: str) -> WeightSums:
         return WeightSums.from_json(parse_json(reply.content))
     except ProtocolError as error:
         raise ServerFault(f"{base_url}{WEIGHT_SUMS}: {error}") from error
-
-
-def _tensors_of(metadatas: Sequence[Any], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cut as the server cuts them."""
-    tensors: dict[str, torch.Tensor] = FlattenedTensorBucket(
-        metadata=list(metadatas), flattened_tensor=flat
-    ).reconstruct_tensors()
-    return tensors
-
-
-def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
