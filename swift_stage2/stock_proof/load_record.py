@@ -6,6 +6,7 @@ the model's parameters still use that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
@@ -25,6 +26,8 @@ from swift_stage2.servers.protocol import WeightSums
 from swift_stage2.weights.tensors import checksum_tensors
 
 Report = dict[str, Any]
+_log = logging.getLogger(__name__)
+_MAX_ERROR_CHARS = 500
 _MAX_ERRORS = 8  # every later bucket of a push may fail for the same reason
 
 
@@ -49,13 +52,16 @@ class LoadRecord:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Keeps what goes wrong inside, which ms-swift only logs."""
+        """Logs and keeps what goes wrong inside, which ms-swift only logs.
+
+        It goes no further: from then on vLLM would take one worker's answers to a call for those to the next.
+        """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # top of a call that ms-swift makes
+            _log.exception("%s failed", what)
             if len(self._errors) < _MAX_ERRORS:
-                self._errors.append(f"{what}: {type(error).__name__}: {error}"[:500])
-            raise
+                self._errors.append(f"{what}: {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
 
     def loading(self, what: str) -> AbstractContextManager[None]:
         """``noting`` around one call of a push of full weights, the first of which begins it."""
@@ -91,12 +97,13 @@ class LoadRecord:
         """An adapter, which comes whole. vLLM keeps it in forms of its own, in which it is not traced."""
         self._adapter = dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
 
-    def report(self, parameters: Mapping[str, torch.Tensor]) -> Report:
+    def report(self, question: str, parameters: Mapping[str, torch.Tensor]) -> Report:
         """What vLLM can carry to the server: what arrived, each piece as it is held now, what nothing was copied to."""
         parts = [part for parts in self._parts.values() for part in parts]
         with torch.no_grad():
             pieces = held_pieces(parts, parameters.values())
         return {
+            "question": question,
             "arrived": self._arrived,
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
             "pieces": [_plain(astuple(piece)) for piece in pieces],
@@ -106,13 +113,20 @@ class LoadRecord:
         }
 
 
-def combine(incarnation: str, engines: Sequence[Sequence[Report] | None], num_workers: int) -> WeightSums:
+def combine(
+    incarnation: str, question: str, engines: Sequence[Sequence[Any] | None], num_workers: int
+) -> WeightSums:
     """One answer of all workers of all engines. Where they do not agree it names no checksum.
 
-    ``engines`` holds None for one that did not answer: what it says of that is in the server's log.
+    ``engines`` holds None for one that did not answer: what it says of that is in the server's log. What a worker
+    answered to another ``question`` does not count.
     """
     errors: list[str] = []
-    answers = [reports for reports in engines if reports]
+    answers: list[list[Report]] = [
+        [report for report in reports if isinstance(report, dict) and report.get("question") == question]
+        for reports in engines
+        if reports
+    ]
     if (num_answers := sum(map(len, answers))) != num_workers:
         errors.append(f"{num_answers} of {num_workers} workers answered; the server's log says why")
     for index, reports in enumerate(answers):

@@ -53,19 +53,19 @@ def _summing(engine_class: type[Any]) -> type[Any]:
     return type(engine_class.__name__, (engine_class,), {"__init__": init, _ENGINE_METHOD: _ask_workers})
 
 
-def _ask_workers(engine: Any) -> Any:
+def _ask_workers(engine: Any, question: str) -> Any:
     """What the workers of every engine behind this one say; to be awaited from an asynchronous one."""
     if engine.use_async_engine:
-        return _ask_workers_of_all(engine.engine)
-    return [engine.engine.collective_rpc(_WORKER_METHOD)]
+        return _ask_workers_of_all(engine.engine, question)
+    return [engine.engine.collective_rpc(_WORKER_METHOD, args=(question,))]
 
 
-async def _ask_workers_of_all(engine: Any) -> list[Any]:
+async def _ask_workers_of_all(engine: Any, question: str) -> list[Any]:
     # Of several data-parallel engines vLLM's own collective call hands back the first one's answer alone.
     ask_all = getattr(engine.engine_core, "call_utility_all_async", None)
     if ask_all is None:
-        return [await engine.collective_rpc(_WORKER_METHOD)]
-    return list(await ask_all("collective_rpc", _WORKER_METHOD, None, (), {}))
+        return [await engine.collective_rpc(_WORKER_METHOD, args=(question,))]
+    return list(await ask_all("collective_rpc", _WORKER_METHOD, None, (question,), {}))
 
 
 def _add_route(server: Any) -> None:
@@ -75,13 +75,14 @@ def _add_route(server: Any) -> None:
         return {"incarnation": incarnation}
 
     async def tell_sums() -> JSONResponse:
+        question = uuid.uuid4().hex
         # On the event loop, as ms-swift asks its engines: nobody else may read an answer from these pipes meanwhile.
         for connection in server.connections:
-            connection.send({"type": "call", "method": _ENGINE_METHOD})
+            connection.send({"type": "call", "method": _ENGINE_METHOD, "args": (question,)})
         answers = [connection.recv() for connection in server.connections]  # deadline: its caller's
         engines = [engine for answer in answers for engine in answer or [None]]
         num_workers = server.args.vllm_tensor_parallel_size * server.args.vllm_data_parallel_size
-        return JSONResponse(combine(incarnation, engines, num_workers).to_json())
+        return JSONResponse(combine(incarnation, question, engines, num_workers).to_json())
 
     guard = [Depends(server._require_api_key())]
     server.app.get(WEIGHT_SUMS, dependencies=guard)(tell_incarnation)

@@ -42,17 +42,15 @@ class WeightSumsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
     def process_weights_after_loading(self) -> None:
         """As ms-swift does it, but for errors, which ms-swift drops here."""
         record, runner = self._stage2_record(), self.model_runner
-        try:
-            with record.noting("process_weights_after_loading"):
-                finish_vllm_weight_reload(
-                    runner.model, model_config=runner.model_config, target_device=self.device, strict=True
-                )
-        finally:
-            record.end()
+        with record.noting("process_weights_after_loading"):
+            finish_vllm_weight_reload(
+                runner.model, model_config=runner.model_config, target_device=self.device, strict=True
+            )
+        record.end()
 
-    def stage2_weight_sums(self) -> Report:
+    def stage2_weight_sums(self, question: str) -> Report:
         """What this worker took since the last push began, and what its model holds of it now."""
-        return self._stage2_record().report(dict(self.model_runner.model.named_parameters()))
+        return self._stage2_record().report(question, dict(self.model_runner.model.named_parameters()))
 
     def _stage2_record(self) -> LoadRecord:
         record: LoadRecord = self.__dict__.setdefault("_stage2_load_record", LoadRecord())

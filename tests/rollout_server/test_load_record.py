@@ -26,20 +26,17 @@ class Worker:
         names = list(weights)
         for start in range(0, len(names), bucket):
             given = [(name, weights[name].clone()) for name in names[start : start + bucket]]
-            try:
-                with self.record.loading("update_flattened_params"):
-                    self.record.load(given, lambda weights: self.loader(dict(weights)))
-            except ValueError:
-                continue
+            with self.record.loading("update_flattened_params"):
+                self.record.load(given, lambda weights: self.loader(dict(weights)))
         self.record.end()
 
-    def report(self) -> dict[str, Any]:
-        return self.record.report(dict(self.model.named_parameters()))
+    def report(self, question: str = "?") -> dict[str, Any]:
+        return self.record.report(question, dict(self.model.named_parameters()))
 
 
 def sums(*engines: Sequence[Worker], num_workers: int | None = None) -> WeightSums:
     reports = [[worker.report() for worker in workers] for workers in engines]
-    return combine("process", reports, num_workers or sum(map(len, engines)))
+    return combine("process", "?", reports, num_workers or sum(map(len, engines)))
 
 
 def test_a_push_is_held_as_it_was_sent_and_the_next_one_too() -> None:
@@ -146,7 +143,7 @@ def test_a_failure_is_told_until_the_next_push() -> None:
 def test_a_failure_before_the_first_tensor_was_there_is_not_forgotten_with_the_next_bucket() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
-    with pytest.raises(MemoryError), worker.record.loading("update_flattened_params"):
+    with worker.record.loading("update_flattened_params"):
         raise MemoryError("no room for the bucket")
     worker.push(weights)
     assert "MemoryError: no room for the bucket" in sums([worker]).problems(arrived(weights))[0]
@@ -155,9 +152,17 @@ def test_a_failure_before_the_first_tensor_was_there_is_not_forgotten_with_the_n
 def test_a_worker_that_does_not_answer_is_no_proof() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
-    told = combine("process", [[worker.report()], None], 2)
+    told = combine("process", "?", [[worker.report()], None], 2)
     assert told.problems(arrived(weights)) == ["1 of 2 workers answered; the server's log says why"]
-    assert combine("process", [None], 1).problems({})[0].startswith("0 of 1 workers answered")
+    assert combine("process", "?", [None], 1).problems({})[0].startswith("0 of 1 workers answered")
+
+
+def test_an_answer_to_an_earlier_question_is_none() -> None:
+    worker, weights = Worker(), make_weights()
+    worker.push(weights)
+    engines = [[worker.report(), worker.report("earlier")], [worker.report(), None]]
+    told = combine("process", "?", engines, 4)
+    assert told.problems(arrived(weights)) == ["2 of 4 workers answered; the server's log says why"]
 
 
 def test_a_server_that_was_sent_nothing_holds_nothing() -> None:

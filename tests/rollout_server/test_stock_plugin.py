@@ -35,7 +35,7 @@ class Pipe:
 
     def send(self, command: dict[str, Any]) -> None:
         try:
-            self._replies.append(getattr(self._engine, command["method"])())
+            self._replies.append(getattr(self._engine, command["method"])(*command["args"]))
         except RuntimeError:
             self._replies.append(None)
 
@@ -70,11 +70,11 @@ def make_program() -> Any:
 def make_engine(program: Any, worker: Worker | None) -> Any:
     engine = program.GRPOVllmEngine("model", engine_kwargs={"worker_extension_cls": "ms-swift's", "seed": 1})
 
-    def collective_rpc(method: str) -> list[Any]:
+    def collective_rpc(method: str, args: tuple[str]) -> list[Any]:
         assert method == "stage2_weight_sums"
         if worker is None:
             raise RuntimeError("the worker has died")
-        return [worker.report()]
+        return [worker.report(*args)]
 
     engine.engine = SimpleNamespace(collective_rpc=collective_rpc)
     return engine
@@ -131,7 +131,9 @@ def stock_with_sums(
 
     def sums(call: Call) -> Answer:
         assert call.path == protocol.WEIGHT_SUMS
-        return Answer(body=json.dumps(combine(incarnations[1], [[worker.report()]], 1).to_json()).encode())
+        return Answer(
+            body=json.dumps(combine(incarnations[1], "?", [[worker.report()]], 1).to_json()).encode()
+        )
 
     return FakeRolloutServer(on_get=about, on_reset=sums)
 
@@ -174,11 +176,21 @@ def test_a_stock_server_that_was_restarted_during_the_round_is_not_believed() ->
         proven_by(server, arrived(weights))
 
 
+class Session:
+    """One call, one connection."""
+
+    def get(self, url: str, timeout: float) -> httpx.Response:
+        return httpx.get(url, timeout=timeout, trust_env=False)
+
+    def post(self, url: str, timeout: float) -> httpx.Response:
+        return httpx.post(url, timeout=timeout, trust_env=False)
+
+
 class Client:
     """As much of ms-swift's ``VLLMClient`` as the plugin touches; what it sends goes straight into a worker."""
 
     def __init__(self, base_url: str, worker: Worker) -> None:
-        self.base_urls, self.sessions, self.worker = [base_url], [httpx.Client(trust_env=False)], worker
+        self.base_urls, self.sessions, self.worker = [base_url], [Session()], worker
 
     def update_named_param(self, name: str, weights: torch.Tensor) -> None:
         with self.worker.record.loading("update_named_param"):
