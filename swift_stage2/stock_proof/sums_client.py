@@ -78,7 +78,7 @@ class _Guard:
             sent, self._sent = self._sent, {}
             self._check(client, sent, WeightSums.problems, "arrived and are resident")
 
-        client_class.process_weights_after_loading = finish_and_check  # type: ignore[attr-defined]
+        client_class.process_weights_after_loading = finish_and_check
 
     def _sending(
         self, method: Callable[..., Any], tensors_of: Callable[..., NamedTensors], is_adapter: bool

@@ -263,7 +263,7 @@ def test_what_checksums_of_100_mib_cost(tmp_path: Path) -> None:
             timeout_s=120.0,
             bucket_mib=32,
         )
-        for version in range(1, 13):
+        for version in range(1, 25):
             sync._proof = Proof.AUTO if version % 2 else Proof.CANARY
             (tmp_path / "fault").write_text("" if version % 2 else "plain")
             outcome = sync.run(version, [0])
