@@ -87,7 +87,7 @@ class PlannedServer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts, in order. ``argument_check`` runs beside the servers' start.
+    """Everything that ``launch`` starts, in order. ``argument_check`` ends before the servers start.
 
     Without a ``learner`` there is one on other machines; ``rendezvous`` is what the ranks of all its hosts have in
     their environment, empty when it has one host.

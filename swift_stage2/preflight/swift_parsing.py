@@ -2,7 +2,7 @@
 
 Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
 in a traceback. As a program it reads section ``swift`` and all servers' ``args`` of a configuration, without a model:
-``launch``, which never loads ms-swift, runs it beside the servers. Exit status 2 and one line for the first mistake.
+``launch``, which never loads ms-swift, runs it before the servers. Exit status 2 and one line for the first mistake.
 """
 
 from __future__ import annotations
