@@ -123,7 +123,8 @@ def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], serve
     assert "rollout.start_timeout_s=0.2" in message
     assert missing in message
     assert server.url not in message
-    assert "start it, or correct rollout.servers" in message
+    assert message.endswith("with a --host that this machine reaches, or correct rollout.servers")
+    assert message.count("; ") == 1
 
 
 def test_a_server_that_errs_until_the_time_is_over_is_missing(

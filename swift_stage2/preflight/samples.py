@@ -21,7 +21,7 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
-from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.errors import ConfigError, DatasetError, SampleError, cut_remedy
 from swift_stage2.records import Sample, SampleKey
 
 _NUM_SAMPLES_LOOKED_AT = 64
@@ -241,7 +241,7 @@ def measure_lengths(
             prompt, answer = ruler.measure(rows[number])
         except SampleError as error:
             num_unusable += 1
-            first_unusable = first_unusable or f"({origins.find(rows[number])}): {error}"
+            first_unusable = first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
             continue
         num_rows += 1
         for which, length in enumerate((prompt + answer, answer)):

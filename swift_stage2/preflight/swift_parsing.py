@@ -21,7 +21,7 @@ from swift_stage2.compat import declare_operators
 from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
 from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, UserError
-from swift_stage2.nearest_word import closest
+from swift_stage2.nearest_word import closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
 
@@ -108,7 +108,7 @@ def _refusal(words: str, where: str) -> str:
             "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
             "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
         )
-    reason = " ".join(words.split())
+    reason = without_list(" ".join(words.split()))
     return f"ms-swift refuses {where}: {reason}; correct it (its option --NAME is the key NAME of {where})"
 
 
