@@ -79,7 +79,7 @@ def write_starter(options: argparse.Namespace) -> None:
 
 
 def starter_config(options: argparse.Namespace) -> dict[str, Any]:
-    """What differs from the defaults, as plain values."""
+    """The settings that differ from the defaults, as plain values."""
     learner, rollout = _devices(options.learner_gpus), _devices(options.rollout_gpus)
     swift: dict[str, Any] = {
         "model": options.model,
@@ -238,7 +238,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--task",
         default=SHIPPED_TASKS[0],
         metavar="NAME",
-        help="what an answer means (default %(default)s); one of your own needs --swift external_plugins=FILE.py",
+        help="the meaning of answers (default %(default)s); one of your own needs --swift external_plugins=FILE.py",
     )
     parser.add_argument(
         "--b-ratio", type=float, default=0.25, metavar="R", help="share of steps on channel B (default 0.25)"

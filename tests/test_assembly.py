@@ -1,4 +1,4 @@
-"""What only start-up can find out: missing servers, settings and data that do not fit the real template."""
+"""Only start-up can find these out: missing servers, settings and data that do not fit the real template."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
 
 
 def compare_settings(rank: int, port: int) -> list[str]:
-    """What each of two ranks is told of settings that differ in one of these ways, or not."""
+    """Returns what each of two ranks is told of settings that differ in one of these ways, or not."""
     join_job(rank, port)
     control = GlooControlGroup(60.0)
     told = []

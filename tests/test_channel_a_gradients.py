@@ -23,7 +23,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass
 class Recorded:
-    """What one run trained."""
+    """The batches and losses that one run trained."""
 
     gradients: list[Gradients] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

@@ -149,7 +149,7 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
 
 
 def facts_of(findings: Findings) -> Iterator[str]:
-    """What is no fault, but worth knowing."""
+    """Facts that are no fault, but worth knowing."""
     if (shown := findings.answer_format) is not None:
         yield f"answers: dialect {shown.dialect}, written {shown.write([('label', (1, 2, 3, 4))])!r}"
     if (longest := findings.longest) is not None and longest.num_objects:

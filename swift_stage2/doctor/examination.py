@@ -35,7 +35,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+    """The row of one check. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
 
     section: str
     check: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[ValueT]):
-    """What a check hands back; ``value`` is for the checks that build on it."""
+    """A check hands this back; ``value`` is for the checks that build on it."""
 
     verdict: Verdict
     found: str

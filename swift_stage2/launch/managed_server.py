@@ -222,7 +222,7 @@ class ReadinessProbe:
     def __init__(self, name: str, base_url: str, api_key: str | None, timeout_s: float) -> None:
         self.last_error = "no answer yet"
         self.refusal: str | None = None
-        """What no waiting mends: another API key, or a fault of the probe itself."""
+        """A fault that no waiting mends: another API key, or a fault of the probe itself."""
         self._session = ServerSession(base_url, api_key)
         self._end = time.monotonic() + timeout_s
         self._answered = threading.Event()

@@ -128,7 +128,7 @@ class SharedMemoryWatch:
     """Remembers the segments that processes had mapped, to remove those of their making that nobody uses any more."""
 
     def __init__(self) -> None:
-        """What exists by now is somebody else's for ever: construct it before the processes start."""
+        """Segments that exist by now are somebody else's for ever: construct it before the processes start."""
         self._before = {(name, _inode(name)) for name in glob.glob(f"{_DIRECTORY}*")}
         self._inodes: dict[str, int | None] = {}
         self._foreign: set[str] = set()

@@ -59,7 +59,7 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
 
 
 def survey_data(config: Stage2Config) -> dict[str, Findings]:
-    """What is found in the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
+    """Looks through the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
 
     Says now and then how far it is. Without channel B answers may be anything.
 

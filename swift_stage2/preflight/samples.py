@@ -72,7 +72,7 @@ def check_samples(
     samples: list[Sample],
     origins: RowOrigins | None = None,
 ) -> None:
-    """What only the real template and tokenizer can tell about the data and the settings.
+    """Checks what only the real template and tokenizer can tell about the data and the settings.
 
     Raises:
         ConfigError: another dialect than channel A's, or a pack that cannot hold the first prompt and its answer.
@@ -179,7 +179,7 @@ class RowLengths:
 
     @property
     def troubles(self) -> list[tuple[str, str]]:
-        """What does not fit, each with what to write."""
+        """Rows that do not fit, each kind with what to write."""
         found = []
         if self.num_unusable:
             found.append(

@@ -124,7 +124,7 @@ def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[s
 
 
 def _lone_address(host: str) -> str:
-    """What ``host`` is where that means every machine itself, loopback or a wildcard; else, or if unknown, nothing."""
+    """The address of ``host`` where that means every machine itself, loopback or a wildcard; else nothing."""
     addresses = addresses_of(host, 0)
     if isinstance(addresses, str):
         return ""

@@ -78,7 +78,7 @@ def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path) -> N
 
 
 def test_the_caller_sees_the_last_moment_of_a_child(tmp_path: Path) -> None:
-    """What a child wrote right before its end is there when each_moment is called for the last time."""
+    """Files that a child wrote right before its end are there when each_moment is called for the last time."""
     file, seen = tmp_path / "file", [""]
     with ChildRuns() as children:
         children.run(

@@ -1,4 +1,4 @@
-"""Whatever way a launch ends, nothing of it runs on: real processes, real signals, stand-in programs."""
+"""Nothing of a launch runs on, whatever way it ends: real processes, real signals, stand-in programs."""
 
 from __future__ import annotations
 
