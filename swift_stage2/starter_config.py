@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
-from swift_stage2.process.ports import refuse_busy
+from swift_stage2.process.ports import is_free
 from swift_stage2.terminal.output import quieten_libraries
 from swift_stage2.terminal.parser import CommandParser
 
@@ -209,21 +210,11 @@ def _further(words: Sequence[str]) -> dict[str, Any]:
 
 def _free_ports(number: int) -> list[tuple[int, int]]:
     """HTTP and group port of each server: the first that nobody here holds."""
-    http, group = (_free_from(first, number) for first in (_FIRST_PORT, _FIRST_GROUP_PORT))
-    return list(zip(http, group, strict=True))
-
-
-def _free_from(first: int, number: int) -> list[int]:
-    found: list[int] = []
-    for port in range(first, _LAST_PORT):
-        if len(found) == number:
-            break
-        try:
-            refuse_busy("127.0.0.1", port, "a server")
-        except UserError:
-            continue
-        found.append(port)
-    return found
+    http, group = (
+        (port for port in range(first, _LAST_PORT) if is_free("127.0.0.1", port))
+        for first in (_FIRST_PORT, _FIRST_GROUP_PORT)
+    )
+    return list(islice(zip(http, group, strict=False), number))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -120,7 +120,9 @@ def test_the_watch_warns_at_each_moment_and_then_no_more() -> None:
         assert watch.wait(LONGEST_WAIT_S)
     assert len(said) == 2
     assert f"nothing listens at {url} after 0.01 s, and callers get 502: " in said[1]
-    assert "; start the server there, with a --host that this machine reaches, or correct --upstream" in said[1]
+    assert (
+        "; start the server there, with a --host that this machine reaches, or correct --upstream" in said[1]
+    )
 
 
 def test_a_server_that_listens_is_no_reason_to_warn() -> None:
