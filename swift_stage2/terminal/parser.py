@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.nearest_word import closest
@@ -23,7 +24,9 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(epilog=f"exit status: {exit_statuses}; {_FOR_ALL}", allow_abbrev=False, **options)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """As argparse's own, but what a sub-command does not know is told with that command's usage."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
