@@ -89,7 +89,7 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
 
 
 def _options_of(config: Stage2Config) -> str:
-    """For the command ``data check``; of a run without channel B it still says more than the run asks."""
+    """Options with which ``data check`` judges these rows as a run with channel B does."""
     channel_b, task = config.stage2_ab.channel_b, config.stage2_ab.task
     options = "" if task in SHIPPED_TASKS else f" --task {task}"
     allows_none = channel_b.rows_without_objects is not RowsWithoutObjects.REFUSE

@@ -136,7 +136,6 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
         "starvation grace": "200 * 0.25 = 50",
         "round time": "30 >= 10 + 512 / 100 = 16",
         "request time": "30 >= 1 + 100 / 400 = 2",
-        "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
         "devices": "learner: CPU only; server 0: CPU only",
         "ports": f"ports {port} and {group_port} are free",
     }
