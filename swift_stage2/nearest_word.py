@@ -21,7 +21,7 @@ def without_list(message: str) -> str:
     def nearest(found: re.Match[str]) -> str:
         words = re.findall(r"'([^']*)'", found[2])
         near = difflib.get_close_matches(found[1], words, cutoff=_NEAR)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
         return f"{found[1]!r} is none of the {len(words)} that there are{hint}"
 
     return _LISTED.sub(nearest, message)

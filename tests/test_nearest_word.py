@@ -19,7 +19,7 @@ def test_an_ending_alone_is_not_near() -> None:
     [
         (
             f"model_type: 'qwen2_5_v' not in {TYPES}",
-            "model_type: 'qwen2_5_v' is none of the 4 that there are; did you mean 'qwen2_5_vl' or 'qwen2_vl'?",
+            "model_type: 'qwen2_5_v' is none of the 4 that there are (did you mean 'qwen2_5_vl' or 'qwen2_vl'?)",
         ),
         (f"template_type: 'x' not in {TYPES}", "template_type: 'x' is none of the 4 that there are"),
         ("a file is not in the folder", "a file is not in the folder"),
