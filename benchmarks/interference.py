@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import Clock
 from benchmarks.estimates import Bounded, Floats, PairedRatio, Spread, compare, verdict
 from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
@@ -22,7 +23,6 @@ from benchmarks.plugins.pipeline import BLOCK_VARIABLE, SWITCHED, is_on
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.config import Preprocessing
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed
 from swift_stage2.scheduling.bresenham import wants_channel_b
 

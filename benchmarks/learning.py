@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import mean_and_range
 from benchmarks.results import ResultTable, publish, say
-from swift_stage2.demo.child_runs import ChildRuns, score, train
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind

@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.benches import STAND_IN
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
+from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import verdict
 from benchmarks.interference import B_RATIO
 from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
 from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed
-from swift_stage2.process.visible_devices import split_cores, started_on
 
 BUDGET = 0.9
 NUM_WARMUP = 8

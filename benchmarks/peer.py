@@ -19,7 +19,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import Clock, since
+from benchmarks.cores import split_cores
 from benchmarks.learner_job import (
     COMPLETIONS_PER_STEP,
     PUSH_NS,
@@ -33,8 +35,6 @@ from benchmarks.overlap import NUM_WARMUP, Mode, run_of
 from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
-from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.process.visible_devices import split_cores
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_runs import ChildRuns, train
 from benchmarks.estimates import Spread
 from benchmarks.faults.accounting import of_kind
 from benchmarks.results import ResultTable, in_turns, publish
 from swift_stage2.config import OnPending, ServerEngine
-from swift_stage2.demo.child_runs import ChildRuns, train
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind

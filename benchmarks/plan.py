@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
 from swift_stage2.scheduling.outlook import ProductionPace

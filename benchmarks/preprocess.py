@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, publish
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 
 RATE_BUDGET = 240.0

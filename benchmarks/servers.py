@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self, TypeVar
 
+from benchmarks.cores import split_cores, started_on
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
@@ -19,7 +20,6 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
-from swift_stage2.process.visible_devices import split_cores, started_on
 
 _GRACE_S = 30.0
 _START_S = 300.0

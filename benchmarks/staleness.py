@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
 from benchmarks.estimates import mean_and_range
 from benchmarks.faults.accounting import of_kind
 from benchmarks.learning import SCORES, first_job, gains, score_all, score_cells, train_arm
 from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, LAGGING, PIPELINE_VARIABLE
 from benchmarks.results import ResultTable, publish
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore

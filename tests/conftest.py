@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread per process, reproducible examples, one real data set.
+"""Every test has this: no network, one thread per process, reproducible examples, one real data set.
 
 ``pythonpath`` in setup.cfg makes ``tests/`` importable, so that test files share the stand-ins beside them.
 Fixtures import their modules on first use: tests of the pure parts load no torch.

@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes back, and how badly."""
+    """The answer that goes back, and how badly."""
 
     status: int = 200
     body: bytes = b""

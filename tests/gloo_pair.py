@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def run_pair(body: Body) -> list[Any]:
-    """What ``body(rank, port)`` returned as rank 0 and as rank 1."""
+    """Returns what ``body(rank, port)`` did as rank 0 and as rank 1."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]

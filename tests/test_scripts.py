@@ -59,7 +59,7 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
 
 
 def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
-    """What CI installs by itself would be missing on a fresh machine."""
+    """A package that CI installs by itself would be missing on a fresh machine."""
     commands = [
         line.removesuffix(" </dev/null")
         for line in (PROJECT / ".ci" / "run").read_text().splitlines()

@@ -91,7 +91,7 @@ def start_server(directory: Path, *, torch_dtype: str = "float32") -> Server:
 
 @dataclass(frozen=True)
 class LearnerRun:
-    """What one torchrun job left behind."""
+    """The output and files of one torchrun job."""
 
     status: int
     output: str

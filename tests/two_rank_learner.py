@@ -410,7 +410,7 @@ def one_rank_suspects() -> dict[str, Any]:
 
 
 def probe_finds_a_loss() -> dict[str, Any]:
-    """What connects rank 0 to the server breaks after step 1; no rollout client has noticed."""
+    """The connection of rank 0 to the server breaks after step 1; no rollout client has noticed."""
     learner, b, _events, _ = build(packs=0)
     opens, proven, distrusted = [], [], []
     b.sync.distrust = distrusted.extend

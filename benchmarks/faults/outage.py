@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import Ratio, ratio_of_medians
 from benchmarks.faults import bench as fault_bench
 from benchmarks.faults.accounting import Gap, count_samples, gaps
@@ -29,7 +30,6 @@ from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
-from swift_stage2.process.visible_devices import split_cores, started_on
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1

@@ -21,7 +21,7 @@ _SEARCH_ROUNDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeding:
-    """What was configured and what was measured."""
+    """The configured and the measured numbers."""
 
     b_ratio: Fraction
     packs_per_b_step: int
@@ -45,7 +45,7 @@ class Feeding:
 
     @property
     def rollouts_per_b_step(self) -> float:
-        """What all ranks together train in one B step."""
+        """Rollouts that all ranks together train in one B step."""
         return self.packs_per_b_step * self.num_ranks * self.samples_per_pack
 
     @property
@@ -55,7 +55,7 @@ class Feeding:
 
     @property
     def prompts_per_post(self) -> int:
-        """What one rank asks for at once: its share of the servers, and no more than the target."""
+        """Prompts that one rank asks for at once: its share of the servers, and no more than the target."""
         share = max_prompts_in_flight(self.max_inflight_per_server, self.num_servers, self.num_ranks)
         return min(share, math.ceil(self.prefetch_target_packs * self.samples_per_pack))
 
@@ -71,7 +71,7 @@ class Feeding:
 
     @property
     def production_s(self) -> float:
-        """What such productions of all ranks take; a POST lies between the two sizes that were timed."""
+        """The time that such productions of all ranks take; a POST lies between the two sizes that were timed."""
         per_server = self.prompts_per_post * self.num_ranks / self.num_servers
         full = max(2, self.max_inflight_per_server)
         share = min(1.0, max(0.0, (per_server - 1) / (full - 1)))
@@ -118,7 +118,7 @@ class Feeding:
 
 
 def check_need(feeding: Feeding) -> Outcome[Feeding]:
-    """What the schedule asks for, whatever a step takes."""
+    """The rollouts that the schedule asks for, whatever a step takes."""
     turns = feeding.rollouts_per_b_step / feeding.num_rows
     again = (
         f"; the data has {feeding.num_rows} rows: one B step asks for each {turns:.1f} times"

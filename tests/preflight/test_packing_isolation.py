@@ -84,7 +84,7 @@ def encoder(trainer: Stage2Trainer) -> Encoder:
 def test_the_packed_loss_is_the_sum_of_the_single_losses(
     trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample], chosen: tuple[int, ...]
 ) -> None:
-    """What isolation is for, by another oracle than the check's."""
+    """The purpose of isolation, by another oracle than the check's."""
     segments = ground_truth_segments(encoder, make_task(), [samples[n] for n in chosen])
     assert len(segments) == len(chosen)
     singles = sum(trainer.packed_loss(encoder.collate([segment])) for segment in segments)
