@@ -68,7 +68,7 @@ def exponent_words(sizes: Sequence[float], costs: Sequence[float], otherwise: st
 
 
 def verdict(holds: bool) -> str:
-    """What a table says beside a budget."""
+    """A table says this beside a budget."""
     return "held" if holds else "missed"
 
 

@@ -130,7 +130,7 @@ def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> Result
 
 
 def notes(arms: Sequence[LearningArm]) -> list[str]:
-    """What else may be asked."""
+    """Commands that ask further questions."""
     steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
     common = f"swift-stage2 bench learning --steps {steps} --seeds {seeds}"
     return [

@@ -30,7 +30,7 @@ _PHASES = ("push", "acknowledge", "prove")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingArm:
-    """What one job's audit says. Seconds."""
+    """One job's audit says this. Seconds."""
 
     on_pending: str
     pending: list[float]

@@ -92,7 +92,7 @@ def _run(children: ChildRuns, directory: Path, num_ranks: int, options: argparse
 
 
 def cells_of(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> list[PlanCell]:
-    """What every rank measured, by queue limit and kind, as one cell per queue limit."""
+    """Makes one cell per queue limit of all ranks' measurements, which are by queue limit and kind."""
 
     def slowest(limit: str, kind: str) -> list[float]:
         return [max(values) for values in zip(*(rank[limit][kind] for rank in ranks), strict=True)]

@@ -1,4 +1,4 @@
-"""What a bench found, told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
+"""Results are told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
 
 A cell is text that the bench wrote; numbers for other programs are in the JSON alone.
 """

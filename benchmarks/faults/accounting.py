@@ -106,10 +106,10 @@ class FaultReport:
     counters: Mapping[str, int]
     warnings: tuple[str, ...]
     caught_by: str | None = None
-    """What refused the spoilt round: "canary", "checksums" (the canary, asked before, had agreed), "nothing"."""
+    """The spoilt round was refused by "canary", "checksums" (the canary, asked before, had agreed), or "nothing"."""
     quarantined: tuple[str, ...] = ()
     quarantining_batches: tuple[str, ...] = ()
-    """What became of the rest of the batch in which a sample was quarantined."""
+    """The fate of the rest of the batch in which a sample was quarantined."""
     failed_posts: Mapping[str, int] = field(default_factory=dict)
     b_again_at_step: int | None = None
     """Steps from the fault to the first B step after the proof."""
@@ -203,7 +203,7 @@ def broken_rules(account: RunAccount) -> tuple[str, ...]:
 
 
 def gaps(steps: Sequence[Record]) -> list[Gap]:
-    """What lies between two step records; the later one tells how the main thread spent it."""
+    """One gap lies between two step records; the later one tells how the main thread spent it."""
     return [
         Gap(
             step=step["step"],
@@ -238,7 +238,7 @@ def pause(every: Sequence[Gap], rounds: Sequence[Record], fault: float, end: flo
 
 
 def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | None:
-    """What a rank wrote first that it would not have written without the fault."""
+    """The first record that no rank would have written without the fault."""
     found = [
         record
         for part in records

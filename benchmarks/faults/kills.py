@@ -200,7 +200,7 @@ def kill_table(kills: Sequence[Kill]) -> ResultTable:
 
 
 def rank_notes(last: RunAccount) -> list[str]:
-    """What every rank's ledger comes to at the end."""
+    """One sentence tells the account of every rank's ledger at the end."""
     return [
         f"Rank {rank.rank} at the end: {sentence_of(rank)}; {rank.num_resumes} resumes in the effective history, "
         f"{rank.num_void} samples trained in steps that did not survive; {len(rank.violations)} rules broken."

@@ -40,7 +40,7 @@ _LOWEST_PORT = 20000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 Program = Callable[[Path, int], list[str]]
-"""What follows ``python`` on the command line of a server of this model, on this port."""
+"""The words after ``python`` on the command line of a server of this model, on this port."""
 
 
 def lasting_port() -> int:
@@ -176,7 +176,7 @@ def _arguments(kind: ServerKind, model: Path, port: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What was still there when everything should have gone; names only."""
+    """Names of all that was still there when everything should have gone."""
 
     processes: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()

@@ -53,7 +53,7 @@ class RankSample:
 
 
 class Quantity(StrEnum):
-    """What must stay flat."""
+    """Each of these must stay flat."""
 
     RSS = "RSS, MiB"
     USS = "USS, MiB"
@@ -108,10 +108,10 @@ class SoakReport:
     trained_twice: int
     num_disagreements: int
     broke: str = ""
-    """What ended the soak early."""
+    """The reason why the soak ended early."""
 
     def problems(self, wanted_steps: int) -> list[str]:
-        """What must not be; empty for a soak that went as it should."""
+        """Names all that must not be; empty for a soak that went as it should."""
         found = [self.broke] if self.broke else []
         if self.account is None or not self.account.is_balanced:
             found.append("the ledger does not balance")

@@ -41,7 +41,7 @@ _TORCHRUN = "torch.distributed.run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """What differs between rows."""
+    """Rows differ in these settings."""
 
     num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
@@ -156,7 +156,7 @@ class TrainingJob:
         return self.exit_status or 0
 
     def end(self) -> None:
-        """Whatever it takes to be rid of it."""
+        """Ends the job by whatever it takes."""
         if self.exit_status is None:
             kill_all(lambda: tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
             self._tree.ask_to_end()

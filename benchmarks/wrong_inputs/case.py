@@ -95,7 +95,7 @@ Spoil = Callable[[Setup], object]
 
 
 def as_it_is(scene: Setup) -> None:
-    """What is wrong is the command line."""
+    """Changes nothing: the command line is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +104,22 @@ class Case:
 
     area: str
     wrong: str
-    """What is wrong, in a few words of a user's."""
+    """The mistake, in a few words of a user's."""
     told: str
-    """What must be said."""
+    """Words that must be said."""
     command: str = LAUNCH
     """As it is typed, without the program's name."""
     spoil: Spoil = as_it_is
     statuses: tuple[int, ...] = (2,)
     never: str = ""
-    """What must not be said: a claim about what was not checked, or a secret."""
+    """Words that must not be said: a claim about what was not checked, or a secret."""
 
     @property
     def words(self) -> tuple[str, ...]:
         return tuple(shlex.split(self.command))
 
     def problems(self, status: int | None, output: str) -> tuple[str, ...]:
-        """What must not be; empty if the command did as it should. No ``status``: it did not end in time."""
+        """Names all that must not be; empty if the command did as it should. No ``status``: it did not end in time."""
         flat = " ".join(output.split())
         lines = [line for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else ""

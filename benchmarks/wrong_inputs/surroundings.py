@@ -1,4 +1,4 @@
-"""What is wrong around a job: models, servers, directories, command lines, the environment, what a run left behind."""
+"""Mistakes around a job: models, servers, directories, command lines, the environment, what a run left behind."""
 
 from __future__ import annotations
 

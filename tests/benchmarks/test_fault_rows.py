@@ -1,4 +1,4 @@
-"""What the fault bench is made of: rows, their data, switches, what a transport commits, what is left behind."""
+"""The fault bench is made of rows, their data, switches, what a transport commits, what is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak is made of beside its plan and its trends: what disturbs a learner, its report, its command line."""
+"""A soak consists, beside its plan and its trends, of what disturbs a learner, its report, its command line."""
 
 from __future__ import annotations
 
