@@ -24,9 +24,7 @@ from pathlib import Path
 import swift_stage2
 from benchmarks.results import ResultTable, publish
 from benchmarks.wrong_inputs.case import Case, SetupMaker
-from benchmarks.wrong_inputs.data_rows import data_cases
-from benchmarks.wrong_inputs.settings import setting_cases
-from benchmarks.wrong_inputs.surroundings import surrounding_cases
+from benchmarks.wrong_inputs.cases import all_cases
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import UserError
 
@@ -153,7 +151,7 @@ def _without_root(text: str) -> str:
 
 
 def _chosen(only: str) -> list[Case]:
-    known = [*setting_cases(), *data_cases(), *surrounding_cases()]
+    known = list(all_cases())
     cases = [case for case in known if only in f"{case.area}: {case.wrong}"]
     if not cases:
         areas = ", ".join(dict.fromkeys(case.area for case in known))
