@@ -73,7 +73,9 @@ def verdict(holds: bool) -> str:
 
 
 def mean_and_range(values: Sequence[float], form: str) -> str:
-    """``mean (lowest..highest)``, the mean alone where all are equal; ``form`` is a format of one number."""
+    """``mean (lowest..highest)``, the mean alone where all are equal, empty of none; ``form`` is of one number."""
+    if not values:
+        return ""
     mean = format(statistics.fmean(values), form)
     return mean if min(values) == max(values) else f"{mean} ({min(values):{form}}..{max(values):{form}})"
 
