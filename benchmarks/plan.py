@@ -113,10 +113,12 @@ def plan_table(cells: Sequence[PlanCell]) -> ResultTable:
     """One row per number of ranks and queue limit, with what the budgets say."""
 
     def budgets(cell: PlanCell) -> str:
-        ratio = f"ratio {RATIO_BUDGET}: {verdict(np.median(cell.ratios) <= RATIO_BUDGET)}"
+        ratio = f"ratio {RATIO_BUDGET}: {verdict(Spread.of(cell.ratios).median <= RATIO_BUDGET)}"
         if cell.num_ranks != SECONDS_BUDGET_RANKS:
             return ratio
-        return f"{SECONDS_BUDGET * 1e3:.0f} ms: {verdict(np.median(cell.plan) < SECONDS_BUDGET)}, {ratio}"
+        return (
+            f"{SECONDS_BUDGET * 1e3:.0f} ms: {verdict(Spread.of(cell.plan).median < SECONDS_BUDGET)}, {ratio}"
+        )
 
     return ResultTable.of(
         f"Planning a step that wants channel B, {len(cells[0].plan)} pairs per row: median (quartiles)",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults.accounting import broken_rules, sentence_of
+from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, publish, say
@@ -114,15 +114,16 @@ class _Run:
         finally:
             job.end()
         account = self._account()
+        counted = SampleCount.of(account.ranks, account.violations)
         return Kill(
             number=number,
             victim=str(victim),
             resumed_from=checkpoint.name if checkpoint else None,
             num_steps=job.num_steps - begun,
             seconds_to_end=seconds,
-            num_void=sum(rank.num_void for rank in account.ranks) if account else 0,
-            broken_rules=broken_rules(account) if account else (),
-            records_lost=sum(rank.num_records_lost for rank in account.ranks) if account else 0,
+            num_void=sum(rank.num_void for rank in account.ranks),
+            broken_rules=counted.broken_rules,
+            records_lost=counted.records_lost,
         )
 
     def finish(self) -> RunAccount:
@@ -150,10 +151,10 @@ class _Run:
         job.step()  # takes in what earlier processes wrote
         return job
 
-    def _account(self) -> RunAccount | None:
-        """None while no process has come as far as a ledger."""
+    def _account(self) -> RunAccount:
+        """Empty while no process has come as far as a ledger."""
         if not list((self._run_dir / "ledger").glob("rank*.jsonl")):
-            return None
+            return RunAccount(ranks=(), violations=())
         return account_of(read_ledgers([self._run_dir]))
 
 
@@ -202,7 +203,8 @@ def kill_table(kills: Sequence[Kill]) -> ResultTable:
 def rank_notes(last: RunAccount) -> list[str]:
     """One sentence tells the account of every rank's ledger at the end."""
     return [
-        f"Rank {rank.rank} at the end: {sentence_of(rank)}; {rank.num_resumes} resumes in the effective history, "
-        f"{rank.num_void} samples trained in steps that did not survive; {len(rank.violations)} rules broken."
+        f"Rank {rank.rank} at the end: {SampleCount.of([rank]).sentence}; "
+        f"{rank.num_resumes} resumes in the effective history, {rank.num_void} samples trained in steps that did not "
+        f"survive; {len(rank.violations)} rules broken."
         for rank in last.ranks
     ]

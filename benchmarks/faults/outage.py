@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.estimates import Ratio, ratio_of_medians
 from benchmarks.faults import bench as fault_bench
-from benchmarks.faults.accounting import Gap, count_samples, gaps
+from benchmarks.faults.accounting import Gap, SampleCount, gaps
 from benchmarks.faults.bench import FaultBench, write_rows
 from benchmarks.faults.rows import Scene
 from benchmarks.faults.training_job import JobSettings, TrainingJob
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     with FaultBench(kind, directory, program) as bench, started_on(server_cores):
         reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
         left = bench.end_server()
-    samples = count_samples(account)
+    samples = SampleCount.of(account.ranks, account.violations)
     facts = {
         "server": "stand-in" if stand_in else options.server,
         "stand_in_latency_s": options.stand_in_latency_s,
@@ -125,8 +125,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     }
     publish(directory, "outage", facts, outage_table(reports))
     say(
-        f"{samples.drawn} drawn = {samples.trained} trained + {samples.quarantined} quarantined + "
-        f"{samples.in_hand} in hand; {len(samples.broken_rules)} rules broken; {left} things left; "
+        f"{samples.sentence}; {len(samples.broken_rules)} rules broken; {left} things left; "
         f"took {facts['seconds']:.0f} s"
     )
     is_sound = account.is_balanced and not left and exit_status == 0 and not any(map(is_bad, reports))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.commit import SLOW_DISK, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
@@ -25,7 +26,6 @@ from benchmarks.faults.soak_report import (
     RankSample,
     SoakReport,
     kind_reports,
-    num_lost,
     num_trained_twice,
     parts_of,
     trends_of,
@@ -149,7 +149,7 @@ class _Soak:
             kinds=kinds,
             trends=trends_of(records, self.samples),
             account=account,
-            lost=num_lost(account) if account else 0,
+            lost=SampleCount.of(account.ranks).lost if account else 0,
             trained_twice=num_trained_twice(ledgers),
             num_disagreements=num_disagreements,
             broke=self._broke,
