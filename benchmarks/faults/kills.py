@@ -97,9 +97,8 @@ class _Run:
         """Starts a process of the run, kills it at a random point, and replays the ledgers."""
         victim = self._rng.choice(list(Victim))
         checkpoint = newest_whole_checkpoint(self._run_dir)
-        job = self._start(f"kill{number}", checkpoint)
-        begun = job.num_steps
-        try:
+        with self._start(f"kill{number}", checkpoint) as job:
+            begun = job.num_steps
             is_early = self._rng.random() < _SHARE_AT_START
             if checkpoint is None:
                 job.wait_for(
@@ -111,8 +110,6 @@ class _Run:
                 job.wait_for_steps(self._rng.randint(1, _MOST_STEPS), _START_DEADLINE_S)
                 job.wait_s(self._rng.uniform(0, _LONGEST_MOMENT_S))
             seconds = job.kill(victim, _END_DEADLINE_S)
-        finally:
-            job.end()
         account = self._account()
         counted = SampleCount.of(account.ranks, account.violations)
         return Kill(
@@ -128,8 +125,7 @@ class _Run:
 
     def finish(self) -> RunAccount:
         """One more process, which trains channel B and stops as SIGTERM stops any run."""
-        job = self._start("last", newest_whole_checkpoint(self._run_dir))
-        try:
+        with self._start("last", newest_whole_checkpoint(self._run_dir)) as job:
             before = len(job.of_kind("step"))
             job.wait_for(
                 lambda: any(step["channel"] == "B" for step in job.of_kind("step")[before:]),
@@ -138,8 +134,6 @@ class _Run:
             )
             if status := job.stop():
                 raise ChildFailed(f"the run must end well after the last kill, got status {status}")
-        finally:
-            job.end()
         return job.account()
 
     def _start(self, name: str, checkpoint: Path | None) -> TrainingJob:

@@ -15,7 +15,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -138,11 +137,10 @@ def _run(
     server = bench.ready_server()
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     proof = Proof.AUTO if options.stand_in_latency_s is None else Proof.CHECKSUM
-    with ExitStack() as stack:
-        with started_on(learner_cores):
-            settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
-            job = bench.start_job("outage", directory / "job", rows, settings)
-        stack.callback(job.end)
+    with started_on(learner_cores):
+        settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
+        learner = bench.start_job("outage", directory / "job", rows, settings)
+    with learner as job:
         Scene(server, job).warm_up()
         phases = [_train(job, options.steps)]
         for cycle in range(options.cycles):

@@ -60,7 +60,7 @@ class Victim(StrEnum):
 
 
 class TrainingJob:
-    """One real training run. ``records`` holds what its ranks have written so far."""
+    """One real training run, which its context ends. ``records`` holds what its ranks have written so far."""
 
     def __init__(
         self,
@@ -87,6 +87,12 @@ class TrainingJob:
         self._tree = bench.job.start(replace(learner, name=name))
         self._held = Held()
         self._watched_at = 0.0
+
+    def __enter__(self) -> TrainingJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     @property
     def exit_status(self) -> int | None:
