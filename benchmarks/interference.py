@@ -41,7 +41,7 @@ _CLOCKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-    """What one run says. Seconds per compared step, pair by pair."""
+    """One run says this. Seconds per compared step, pair by pair."""
 
     ratio: PairedRatio
     ratio_on_core: PairedRatio
@@ -214,7 +214,7 @@ def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
 
 
 def notes(found: Interference) -> list[str]:
-    """What was working while it was on, and what of its cost is the interpreter's lock."""
+    """One sentence tells what worked while it was on, and how much of the cost is the interpreter's lock."""
     blocked = Spread.of([on - off for on, off in zip(found.on["blocked"], found.off["blocked"], strict=True)])
     off = Spread.of(found.off["wall"])
     return [

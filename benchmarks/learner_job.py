@@ -57,14 +57,14 @@ class Arm:
     pipeline: str = ""
     """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the demo's section ``prefetch``."""
+    """Differences from the demo's section ``prefetch``."""
     preprocessing: Preprocessing = Preprocessing.PROCESS
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
-    """What one run left behind; ``waits`` are the seconds that an inline run's steps waited, by step."""
+    """One run left these records; ``waits`` are the seconds that an inline run's steps waited, by step."""
 
     clock: Clock
     audit: list[Record]

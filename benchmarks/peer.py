@@ -222,7 +222,7 @@ def shares_of_bound(each: Repetition, arm: LoopArm) -> tuple[float, float]:
 
 
 def notes(latency_s: float) -> list[str]:
-    """What is alike, and what is not."""
+    """Sentences tell where the learners are alike and where they are not."""
     return [
         "Alike: model, rows, one rank, one torch thread, optimizer, gradient accumulation; a batch of rollouts waits "
         f"{latency_s:g} s on average, drawn by the same class of stand-in and independent of how many there are; "

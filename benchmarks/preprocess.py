@@ -122,7 +122,7 @@ def _ratio_table(title: str, columns: tuple[str, str, str], pairs: Seconds, budg
 
 
 def notes(stages: Seconds) -> list[str]:
-    """What the rate's budget says, where its object count was measured."""
+    """One sentence compares the rate with its budget, where its object count was measured."""
     measured = stages.get(str(RATE_BUDGET_OBJECTS))
     if measured is None:
         return []

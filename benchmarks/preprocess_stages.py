@@ -165,7 +165,7 @@ class StageBench:
 
 
 def bare_match(predicted: ArrayLike, true: ArrayLike, top_k: int = _SETTINGS.top_k) -> NDArray[np.float64]:
-    """What a match cannot do without: IoU, the best ``top_k`` per prediction, one scipy assignment."""
+    """Does only what no match can do without: IoU, the best ``top_k`` per prediction, one scipy assignment."""
     left = np.asarray(predicted, dtype=np.float64).T[:, :, None]
     right = np.asarray(true, dtype=np.float64).T[:, None, :]
     width = np.minimum(left[2], right[2]) - np.maximum(left[0], right[0])

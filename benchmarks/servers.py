@@ -144,7 +144,7 @@ class BenchServers:
 def stand_in_arguments(
     rows: Path, latency_s: float, model: Path, port: int, *, stock: bool = False
 ) -> list[str]:
-    """What follows ``python`` on the stand-in's command line."""
+    """The words after ``python`` on the stand-in's command line."""
     place = ["--model", str(model), "--port", str(port), "--rows", str(rows), "--latency-s", str(latency_s)]
     return ["-m", "benchmarks.stand_in_server", *place, *(["--stock"] if stock else [])]
 
@@ -165,12 +165,12 @@ def start_stand_in(
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:
-    """What a server needs in its environment besides the children's. Raises as ``server_arguments``."""
+    """A server needs these variables besides the children's. Raises as ``server_arguments``."""
     return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
 
 
 def server_arguments(kind: ServerKind, model: Path, port: int, max_batch_size: int) -> list[str]:
-    """What follows ``python`` on the command line of a server of the demo's kind of model.
+    """The words after ``python`` on the command line of a server of the demo's kind of model.
 
     Raises:
         UserError: vLLM, or what it needs on a machine without a GPU, is not installed.
