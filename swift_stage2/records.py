@@ -28,6 +28,11 @@ class SampleKey:
     index: int  # row in the data set
     attempt: int = 0
 
+    @property
+    def entry(self) -> list[int]:
+        """The form in which every file of a run names it."""
+        return [self.epoch, self.position, self.index, self.attempt]
+
 
 def find_image(path: str) -> str:
     """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
