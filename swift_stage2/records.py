@@ -98,7 +98,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What the model said to one sample, and under which weights."""
+    """The model's answer to one sample, and the weights that gave it."""
 
     sample: Sample
     text: str
@@ -135,8 +135,8 @@ class BatchOutcome:
     returned: tuple[Sample, ...] = ()
     """To be asked again later, their attempts not counted up."""
     aborted: tuple[Rollout, ...] = ()
-    """What the server aborted for a round had said so far. Its samples are among ``returned``, and are not aborted
-    twice."""
+    """Answers that the server aborted for a round, as far as they had come. Their samples are among ``returned``, and
+    are not aborted twice."""
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()
@@ -188,7 +188,7 @@ def match_ratios(
 
 @dataclass(frozen=True, slots=True)
 class ObjectMatch:
-    """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""
+    """The objects that a rollout found and those that there were, in the template's coordinate space; for later looks."""
 
     predicted: tuple[tuple[str, IntegerBox], ...]
     truth: tuple[tuple[str, IntegerBox], ...]
@@ -274,7 +274,7 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What every rank learns of a round."""
+    """One round, as every rank learns of it."""
 
     round_id: str
     version: int
@@ -304,7 +304,7 @@ class RoundOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationCounts:
-    """What became of the samples, and the matches of those that were answered, added up."""
+    """The samples by how they ended, and the matches of those that were answered, added up."""
 
     num_wanted: int = 0
     num_answered: int = 0

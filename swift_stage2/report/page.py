@@ -1,7 +1,7 @@
 """Turns a report into one HTML page that needs nothing else: style, script, plotly and pictures are inside.
 
-Every text is escaped by the template; charts and pictures are for the script, as JSON in which no tag can begin. Written
-whole or not at all.
+Every text is escaped by the template. Charts and pictures are for the script, as JSON in which no tag can begin.
+Written whole or not at all.
 """
 
 from __future__ import annotations

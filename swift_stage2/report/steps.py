@@ -68,7 +68,7 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
 
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
-    """What was wanted and what ran."""
+    """Steps that were wanted, and steps that ran."""
     parts: list[Part] = list(_steps(summary))
     if not any(records.starts or records.steps for records in run.ranks):
         told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
@@ -92,7 +92,7 @@ def _steps(summary: RunSummary) -> Iterator[Part]:
 
 
 def _gaps(summary: RunSummary) -> Iterator[Sentence]:
-    """What is missing in the audit that all numbers but the account of samples are made from."""
+    """Gaps in the audit that all numbers but the account of samples are made from."""
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
         yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
@@ -177,7 +177,7 @@ def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
 
 
 def drops_section(summary: RunSummary) -> Section:
-    """What was lost on the way, by cause."""
+    """Losses on the way, by cause."""
     return Section(
         "drops", "Drops", filled([_drops(summary)]) or (Sentence("Nothing was dropped.", Tone.GOOD),)
     )

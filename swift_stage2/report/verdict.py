@@ -173,7 +173,7 @@ PostSteps = tuple[float, float] | None
 def bottlenecks(
     speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
 ) -> Iterator[Bottleneck]:
-    """What binds first, if the speed and the steps it was reached in are known; then what else costs something."""
+    """The part that binds, if speed and number of steps are known; then all else that costs something."""
     if speed and summary.num_steps:
         yield _binding(speed, summary, knobs)
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:

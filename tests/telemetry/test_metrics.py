@@ -166,7 +166,7 @@ SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric
 
 
 def merge(ranks: list[Counters], activities: list[dict[Activity, int]] | None = None) -> list[MergedMetrics]:
-    """What every rank reads, with the collective written out."""
+    """Every rank's reading, with the collective written out."""
     spent = activities or [dict.fromkeys(Activity, 0) for _ in ranks]
     numbers = [rank.snapshot() for rank in ranks]
     vectors = [

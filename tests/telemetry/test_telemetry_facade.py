@@ -80,7 +80,7 @@ class Ranks:
 
 
 def produce(telemetry: Telemetry, num_packs: int = 1) -> None:
-    """What the pipeline reports while it makes packs of two segments."""
+    """The pipeline's reports while it makes packs of two segments."""
     for _ in range(num_packs):
         telemetry.pipeline.batch(BatchOutcome(num_posts=1), 0.5)
         telemetry.pipeline.segment(segment(), 0.01)
