@@ -188,7 +188,7 @@ def match_ratios(
 
 @dataclass(frozen=True, slots=True)
 class ObjectMatch:
-    """The objects that a rollout found and those that there were, in the template's coordinate space; for later looks."""
+    """The objects that a rollout found and those that there were, in the template's coordinate space."""
 
     predicted: tuple[tuple[str, IntegerBox], ...]
     truth: tuple[tuple[str, IntegerBox], ...]
@@ -329,11 +329,7 @@ class EvaluationCounts:
         return replace(
             self,
             num_answered=self.num_answered + 1,
-            num_truncated=self.num_truncated + quality.num_truncated,
-            num_predictions=self.num_predictions + quality.num_predictions,
-            num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
-            num_pairs=self.num_pairs + quality.num_pairs,
-            sum_iou=self.sum_iou + quality.sum_iou,
+            **{name: getattr(self, name) + getattr(quality, name) for name in _OF_QUALITY},
             metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
@@ -366,6 +362,7 @@ class EvaluationCounts:
         return found | {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
+_OF_QUALITY = ("num_truncated", "num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
 
 

@@ -56,7 +56,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     sections = (
         verdict_section(works, summary, knobs, post_steps_of(run)),
         steps_section(run, summary),
-        time_section(run, speed.rank if speed else 0),
+        time_section(run, summary, speed.rank if speed else 0),
         queue_section(run, knobs.version_window, summary),
         drops_section(summary),
         rounds_section(run, summary),

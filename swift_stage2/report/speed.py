@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity, in_seconds
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.reading import RankRecords
 
@@ -154,11 +154,6 @@ def trained_steps(records: RankRecords) -> list[TrainedStep]:
         for mine, following in pairwise(steps)
         if following["step"] == mine["step"] + 1 and following["step"] not in begins
     ]
-
-
-def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
-    """Seconds by activity; empty without a clock."""
-    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
 
 
 def slowest(works: Iterable[RankWork]) -> Speed | str:

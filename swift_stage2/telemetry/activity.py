@@ -21,6 +21,11 @@ ActivityT = TypeVar("ActivityT", bound=StrEnum)
 OnClosed = Callable[[str, int, int], None]
 
 
+def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by activity; empty without a clock."""
+    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
+
+
 class IntervalClock(Generic[ActivityT]):
     """Exactly one activity at every moment, from construction on."""
 

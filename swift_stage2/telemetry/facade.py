@@ -11,8 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ class Telemetry:
         self.counters = Counters()
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
+        self.activity = self.clock.activity
 
         def log(folder: str, kept: bool) -> AuditLog:
             return AuditLog(rank_path(folder, run_dir, rank) if kept else None, rank, warning=self._storage)
@@ -88,12 +88,6 @@ class Telemetry:
         self._window_start: dict[str, float] = {}
         self._plans: list[tuple[int, float, dict[str, float]]] = []
         self._closed = False
-
-    @contextmanager
-    def activity(self, name: Activity | str) -> Iterator[None]:
-        """Count the block's time on the main thread under ``name``."""
-        with self.clock.activity(name):
-            yield
 
     def record_start(self, step: int, **settings: Any) -> None:
         """Write down once what a run, or a resumed part of it, begins with: seed, decoding parameters and more.
@@ -225,7 +219,7 @@ class Telemetry:
         self._tracker.take_others(merged.per_rank["queue_depth"], num_rollouts, time.time())
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
-        self._audit_metrics(step, numbers, activity_ns, wall_ns, epoch)
+        self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
@@ -255,7 +249,7 @@ class Telemetry:
             return
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
-        self._audit_metrics(None, self.counters.snapshot(), *self.clock.read_ns(), None)
+        self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
         if self.unused_b:
             self.audit.write("unused_b", cause=self.unused_b)
         self.audit.close()
@@ -316,26 +310,23 @@ class Telemetry:
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
         return self.counters.snapshot()
 
-    def _audit_metrics(
+    def _tell_metrics(
         self,
         step: int | None,
         numbers: Mapping[str, float],
         activity_ns: Mapping[Activity, int],
         wall_ns: int,
-        epoch: float | None,
+        epoch: float | None = None,
     ) -> None:
-        pipeline: dict[str, Any] = {}
+        told: dict[str, Any] = {
+            "epoch": epoch,
+            "numbers": numbers,
+            "activity_ns": activity_ns,
+            "wall_ns": wall_ns,
+        }
         if self._queue_limit is not None:
-            pipeline["pipeline_ns"], pipeline["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
-        self._tell(
-            "metrics",
-            step=step,
-            epoch=epoch,
-            numbers=numbers,
-            activity_ns=activity_ns,
-            wall_ns=wall_ns,
-            **pipeline,
-        )
+            told["pipeline_ns"], told["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
+        self._tell("metrics", step=step, **told)
 
     def _flush_plans(self) -> None:
         assert self._board is not None

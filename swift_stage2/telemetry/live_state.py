@@ -23,29 +23,6 @@ _RATE_WINDOW_S = 10.0
 _RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 
 
-@dataclass(frozen=True, slots=True)
-class LastRound:
-    """The most recent sync round."""
-
-    step: int
-    version: int
-    seconds: float
-    num_proven: int
-    num_servers: int
-
-
-@dataclass(frozen=True, slots=True)
-class LastEvaluation:
-    """The most recent evaluation on the servers that has ended."""
-
-    version: int
-    end: str
-    num_answered: int
-    num_wanted: int
-    f1: float | None
-    """None where nothing was counted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveState:
     """One moment of a run, as rank 0 knows it. None is what is not known yet."""
@@ -69,8 +46,9 @@ class LiveState:
     queue_limit: int | None = None
     rollouts_per_s: float | None = None
     round_pending: bool = False
-    last_round: LastRound | None = None
-    last_evaluation: LastEvaluation | None = None
+    last_round: str = "none yet"
+    last_evaluation: str | None = None
+    """On the servers; None until one has ended."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -135,16 +113,17 @@ class LiveTracker:
                 self._rollouts = deque([(record["time"], 0)])
             case "round" if record["rank"] == 0:
                 proven = [server["proven"] for server in record["servers"].values()]
-                numbers = record["step"], record["version"], record["seconds"], sum(proven), len(proven)
-                self._change(last_round=LastRound(*numbers))
+                when = f"v{record['version']} at step {record['step']}, {record['seconds']:.2f} s"
+                self._change(last_round=f"{when}, {sum(proven)}/{len(proven)} proven")
             case "metrics" if record["rank"] == 0 and record.get("epoch") is not None:
                 self._change(epoch=record["epoch"])
             case "loss" if record["rank"] == 0:
                 self._change(loss=float(record["loss"]))
             case "evaluation" if record["rank"] == 0:
                 counts, f1 = record["counts"], record["ratios"].get("f1")
-                numbers = record["version"], record["end"], counts["num_answered"], counts["num_wanted"], f1
-                self._change(last_evaluation=LastEvaluation(*numbers))
+                quality = "" if f1 is None else f", F1 {f1:.3f}"
+                answered = f"{counts['num_answered']} of {counts['num_wanted']} ({record['end']})"
+                self._change(last_evaluation=f"v{record['version']}{quality}, {answered}")
 
     def take_others(self, depths: Sequence[float | None], num_rollouts: float, now: float) -> None:
         """Takes in what rank 0 learns of all ranks at a logging step: ready packs, and rollouts since the last one."""

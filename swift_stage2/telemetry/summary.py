@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.activity import NANOSECONDS
+from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
 from swift_stage2.telemetry.reading import RankRecords, read_ranks
@@ -40,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """Where one rank's main thread spent its time. ``seconds`` add up to ``wall_s``."""
+    """Where one rank's thread spent its time. ``seconds`` add up to ``wall_s``."""
 
     rank: int
     seconds: Mapping[str, float]
@@ -123,7 +123,11 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),
         server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
-        activity=tuple(_activity(rank.rank, rank.metrics[-1]) for rank in ranks if rank.metrics),
+        activity=tuple(
+            RankActivity(rank.rank, in_seconds(last["activity_ns"]), last["wall_ns"] / NANOSECONDS)
+            for rank in ranks
+            for last in rank.metrics[-1:]
+        ),
         num_records_lost=sum(rank.num_lost for rank in ranks),
         missing_ranks=_missing(ranks),
     )
@@ -198,11 +202,6 @@ def _spread(seconds: Sequence[float]) -> Spread | None:
     if not seconds:
         return None
     return Spread(len(seconds), sum(seconds), statistics.median(seconds), max(seconds))
-
-
-def _activity(rank: int, metrics: Record) -> RankActivity:
-    seconds = {name: ns / NANOSECONDS for name, ns in metrics["activity_ns"].items()}
-    return RankActivity(rank, seconds, metrics["wall_ns"] / NANOSECONDS)
 
 
 _CAUSES = {

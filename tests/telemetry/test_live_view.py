@@ -19,7 +19,7 @@ from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.audit import AuditLog, audit_path
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_state import LastEvaluation, LastRound, LiveState, LiveTracker, RunProgress
+from swift_stage2.telemetry.live_state import LiveState, LiveTracker, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
 from swift_stage2.telemetry.metrics import Counters, encode
 from swift_stage2.telemetry.reading import AuditTail
@@ -39,7 +39,7 @@ STATE = LiveState(
     queue_depths=(5, 3),
     queue_limit=8,
     rollouts_per_s=12.34,
-    last_round=LastRound(step=118, version=30, seconds=1.234, num_proven=1, num_servers=2),
+    last_round="v30 at step 118, 1.23 s, 1/2 proven",
     warnings=("server 1 is suspect",),
 )
 
@@ -75,8 +75,12 @@ def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
     [(64, 0.4321, "v28, F1 0.432, 64 of 64 (complete)"), (0, None, "v28, 0 of 64 (complete)")],
 )
 def test_an_evaluation_is_shown_once_there_is_one(answered: int, f1: float | None, text: str) -> None:
-    last = LastEvaluation(version=28, end="complete", num_answered=answered, num_wanted=64, f1=f1)
-    assert plain_line(replace(STATE, last_evaluation=last)) == f"{plain_line(STATE)} | evaluation {text}"
+    tracker = LiveTracker(1, 400, queue_limit=8)
+    tracker.state = STATE
+    counts = {"num_answered": answered, "num_wanted": 64}
+    record = {"kind": "evaluation", "rank": 0, "version": 28, "end": "complete", "counts": counts}
+    tracker.take(record | {"ratios": {} if f1 is None else {"f1": f1}})
+    assert plain_line(tracker.state) == f"{plain_line(STATE)} | evaluation {text}"
 
 
 def test_a_run_without_channel_b_says_nothing_about_it() -> None:
@@ -232,8 +236,8 @@ def test_the_tracker_follows_a_run() -> None:
     assert (state.queue_depth_min, state.queue_depths, state.queue_limit) == (2, (4, 2), 8)
     assert state.rollouts_per_s == 5.0
     assert (state.epoch, state.loss) == (0.5, 0.25)
-    assert state.last_round == LastRound(step=2, version=4, seconds=1.0, num_proven=1, num_servers=2)
-    assert state.last_evaluation == LastEvaluation(4, "complete", 63, 64, 0.5)
+    assert state.last_round == "v4 at step 2, 1.00 s, 1/2 proven"
+    assert state.last_evaluation == "v4, F1 0.500, 63 of 64 (complete)"
     assert state.warnings == ("w2", "w3", "w4")
 
 
@@ -260,8 +264,7 @@ def test_the_state_is_what_the_ranks_wrote(tmp_path: Path) -> None:
     assert (state.step, state.total_steps, state.channel) == (3, 10, "ABA")
     assert (state.num_b_run, state.num_b_skipped, state.skip_reason) == (1, 1, "not_enough_packs")
     assert (state.version, state.version_lag, state.queue_depths) == (2, 1, (2, 2))
-    assert state.last_round is not None
-    assert (state.last_round.version, state.last_round.seconds, state.last_round.num_proven) == (1, 1.5, 1)
+    assert state.last_round == "v1 at step 0, 1.50 s, 1/1 proven"
     assert state.warnings == ("slow",)
     assert state.loss is None
     for rank, telemetry in enumerate(ranks):
