@@ -140,7 +140,6 @@ def train(
         job.run_dir,
         job.num_ranks,
         job.num_steps,
-        b_enabled=config.b_enabled,
         queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
     )
 

@@ -28,7 +28,7 @@ from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class SampleSource:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             if keys:
-                self._events.drawn(keys)
+                self._events.write(Entry.DRAWN, keys)
         return [self._read(key) for key in keys]
 
     def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
@@ -132,19 +132,19 @@ class SampleSource:
             self._outstanding.update(((key.epoch, key.position), key) for key in kept)
             self._again.extend(kept)
             if kept:
-                self._events.returned(kept, reason)
+                self._events.write(Entry.RETURNED, kept, reason=reason)
 
     def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
             self._settle(keys)
-            self._events.trained(keys, pack_id=pack_id, step=step, version=version)
+            self._events.write(Entry.TRAINED, keys, pack_id=pack_id, step=step, version=version)
 
     def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> None:
         """Ends the life of a sample that is given up."""
         with self._lock:
             self._settle([key])
-            self._events.quarantined(key, reason, message)
+            self._events.write(Entry.QUARANTINED, [key], reason=reason, message=message)
 
     def origin_of(self, key: SampleKey) -> RowOrigin:
         """The file, line and images of a sample's row."""
@@ -165,7 +165,7 @@ class SampleSource:
         """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the ledger in the same moment."""
         with self._lock:
             state = self._state()
-            self._events.checkpoint(step=step, save_id=save_id, state=state)
+            self._events.write(Entry.CHECKPOINT, step=step, save_id=save_id, state=state)
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class SampleSource:
             "num_rows": len(self._usable),
             "world_size": self._world_size,
             "seed": self._seed,
-            "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
+            "outstanding": [key.entry for key in keys],
         }
 
     def _settle(self, keys: Sequence[SampleKey]) -> None:

@@ -48,7 +48,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledger
 
@@ -91,7 +91,7 @@ class Recorder:
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
         self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
-        self.ledger.read(keys, **traits)
+        self.ledger.write(Entry.READ, keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         self.num_batches += 1
@@ -874,7 +874,8 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     A checkpoint is taken at every step, while the thread draws: the ledger must agree with each.
     """
     bench = make_bench(target_packs=3, limit=3, ledger_path=tmp_path / "rank0.jsonl")
-    bench.events.ledger.start(
+    bench.events.ledger.write(
+        Entry.START,
         run_id="run",
         step=0,
         world_size=1,

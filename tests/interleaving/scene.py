@@ -43,6 +43,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.weights.export import WeightExport
@@ -372,7 +373,8 @@ class Scene:
         clock = VersionClock()
         told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
         source = parts.source(_ROWS, StubTask(), rank=rank, world_size=setting.num_ranks, seed=0, events=told)
-        told.start(
+        told.write(
+            Entry.START,
             run_id="run",
             step=0,
             world_size=setting.num_ranks,
