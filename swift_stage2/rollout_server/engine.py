@@ -165,9 +165,10 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InstalledWeights:
-    """Names of the tensors that an engine took, and checksums of what it holds now."""
+    """Names of the tensors that an engine took, checksums of what it read, and of what it holds now."""
 
     loaded: tuple[str, ...]
+    arrived: Mapping[str, str]
     resident: Mapping[str, str]
 
 
@@ -222,7 +223,10 @@ class Engine(ABC):
     def __init__(self, model: str, install_fault: InstallFault = InstallFault.NONE) -> None:
         self.model = model
         self.install_fault = install_fault
+        from swift_stage2.rollout_server.staging import StagingBuffers  # torch, which `--help` can do without
+
         self.stamp = WeightStamp()
+        self.staging = StagingBuffers()
         self._book = JobBook()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._batches_run = 0
@@ -271,6 +275,10 @@ class Engine(ABC):
 
         Ends soon after ``given_up`` is set, too: its caller has gone.
         """
+
+    def renew_staging(self) -> None:
+        """Other memory to receive weights into; what still reads or writes the old one may keep it."""
+        self.staging = type(self.staging)()
 
     @abstractmethod
     def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:

@@ -30,7 +30,7 @@ from swift_stage2.rollout_server.engine import (
 )
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensors
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -95,8 +95,9 @@ class TransformersRolloutEngine(Engine):
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
+        arrived = _checksums(weights)
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights, stamp)).future
+            future = self._queue.put_task(lambda: self._copy_weights(weights, arrived, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             raise RoundFailed(
@@ -194,7 +195,9 @@ class TransformersRolloutEngine(Engine):
             except EngineUnavailable as closed:
                 self._book.fail(job, closed)
 
-    def _copy_weights(self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp) -> InstalledWeights:
+    def _copy_weights(
+        self, weights: Mapping[str, torch.Tensor], arrived: Mapping[str, str], stamp: WeightStamp
+    ) -> InstalledWeights:
         parameters = dict(self.generator.model.named_parameters())
         with torch.no_grad():
             if self.install_fault is not InstallFault.SKIP_COPY:
@@ -203,8 +206,8 @@ class TransformersRolloutEngine(Engine):
             if self.install_fault is InstallFault.FLIP_ELEMENT:
                 next(iter(parameters.values())).view(-1)[0] += 1
         self.stamp = stamp
-        resident = {name: checksum_tensor(parameters[name]) for name in weights}
-        return InstalledWeights(loaded=tuple(weights), resident=resident)
+        resident = _checksums({name: parameters[name] for name in weights})
+        return InstalledWeights(loaded=tuple(weights), arrived=arrived, resident=resident)
 
     # --- any thread -----------------------------------------------------------------------------
     def _num_running(self) -> int:
@@ -218,3 +221,7 @@ class TransformersRolloutEngine(Engine):
             if isinstance(item, ExclusiveTask):
                 item.future.cancel()
         self._encoders.shutdown(wait=False, cancel_futures=True)
+
+
+def _checksums(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return dict(zip(weights, checksum_tensors(list(weights.values())), strict=True))

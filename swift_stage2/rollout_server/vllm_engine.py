@@ -32,7 +32,8 @@ from swift_stage2.rollout_server.engine import (
     WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.vllm_weights import SharedStaging, installed_weights
+from swift_stage2.rollout_server.staging import SharedStaging
+from swift_stage2.rollout_server.vllm_weights import installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
@@ -65,6 +66,7 @@ class VllmRolloutEngine(Engine):
     """
 
     name = "vllm"
+    staging: SharedStaging
     _traces_failed_load = True
 
     def __init__(
@@ -76,7 +78,7 @@ class VllmRolloutEngine(Engine):
     ) -> None:
         super().__init__(model, install_fault)
         self._build = build
-        self._staging: SharedStaging | None = None
+        self.staging = SharedStaging()
         self._abandoned: list[SharedStaging] = []  # a worker may still read them
         self._generator: VllmGenerator | None = None
         self._loop = asyncio.new_event_loop()
@@ -107,6 +109,11 @@ class VllmRolloutEngine(Engine):
         settled = self._book.settle(timeout_s, given_up)
         return settled and self._call(require_loaded(self._generator).reset_cache(kind), timeout_s)
 
+    def renew_staging(self) -> None:
+        """As ``Engine.renew_staging``. The old one is as large as the model: kept until no worker can read it."""
+        self._abandoned.append(self.staging)
+        super().renew_staging()
+
     def install(
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
     ) -> InstalledWeights:
@@ -136,7 +143,6 @@ class VllmRolloutEngine(Engine):
         self._generator = generator = self._build()
         try:
             self._manifest = generator.manifest()
-            self._staging = SharedStaging()
             self._become_ready()
             while self._state is EngineState.READY and not generator.is_dead:
                 await asyncio.sleep(_LIVENESS_POLL_S)
@@ -148,8 +154,7 @@ class VllmRolloutEngine(Engine):
             generator.shut_down(_SHUTDOWN_TIMEOUT_S)
             self._generator = None  # nothing of vLLM is left for the interpreter's end
             del generator
-            if self._staging is not None:
-                self._staging.close()
+            self.staging.close()
             self._close_abandoned()
             for task in self._tasks:
                 task.cancel()
@@ -207,7 +212,7 @@ class VllmRolloutEngine(Engine):
         except TimeoutError as error:
             raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
-            staged = await asyncio.to_thread(require_loaded(self._staging).put, weights)
+            staged = await asyncio.to_thread(self.staging.stage, weights)
             async with asyncio.timeout_at(end):
                 reports = await generator.load_weights(staged, str(self.install_fault))
                 self._close_abandoned()  # workers do one thing after another: earlier loads are over
@@ -218,12 +223,12 @@ class VllmRolloutEngine(Engine):
             self.stamp = stamp
             return installed
         except asyncio.CancelledError:
-            self._abandon_staging()
+            self.renew_staging()
             raise
         except TimeoutError as error:
             late = f"vLLM did not load within {timeout_s:.1f} s"
             try:
-                self._abandon_staging()
+                self.renew_staging()
             except OSError as full:
                 raise RoundFailed(
                     f"{late}, and there is no memory for another load: {full}", torn=True
@@ -236,11 +241,6 @@ class VllmRolloutEngine(Engine):
             raise RoundFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
         finally:
             await self._door.open()
-
-    def _abandon_staging(self) -> None:
-        """The next load gets other memory. What is abandoned is as large as the model: kept no longer than needed."""
-        self._abandoned.append(require_loaded(self._staging))
-        self._staging = SharedStaging()
 
     def _close_abandoned(self) -> None:
         for staging in self._abandoned:

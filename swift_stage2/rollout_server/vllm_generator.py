@@ -16,8 +16,8 @@ import torch
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.rollout_server.staging import StagedWeights
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
-from swift_stage2.rollout_server.vllm_weights import StagedWeights
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision

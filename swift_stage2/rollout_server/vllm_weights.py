@@ -1,20 +1,15 @@
-"""How weights reach vLLM's workers, and what shows the weights that a model then holds.
+"""Shows which weights a model of vLLM holds after a load.
 
-Tensors travel in anonymous memory that ends with its owners: a memory file (memfd_create(2)) has no name in any
-directory; the reader opens it through ``/proc/<owner>/fd``. vLLM fuses parameters (q, k and v in one; gate and up in
-one) and cuts them over ranks, so a parameter's checksum cannot be compared by name. ``LoadTrace`` records every copy
-out of the given tensors while the model's own loader runs; read back, each copy's destination shows the bytes of one
-piece of one tensor where the model now keeps it.
+vLLM fuses parameters (q, k and v in one; gate and up in one) and cuts them over ranks, so a parameter's checksum cannot
+be compared by name. ``LoadTrace`` records every copy out of the given tensors while the model's own loader runs; read
+back, each copy's destination shows the bytes of one piece of one tensor where the model now keeps it.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-import mmap
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,86 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstalledWeights
-from swift_stage2.weights.tensors import checksum_tensor
-
-_ALIGNMENT = 64
-
-# name, shape, dtype without "torch.", first byte; plain lists pass through vLLM's own encoding
-LayoutEntry = list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """Where the tensors lie."""
-
-    path: str
-    num_bytes: int
-    layout: list[LayoutEntry]
-
-
-class SharedStaging:
-    """One memory file, kept from round to round so that its pages stay mapped."""
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("swift-stage2-weights", os.MFD_CLOEXEC)
-        self._memory: mmap.mmap | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def put(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
-        """Copies the tensors in; what was there before is overwritten. Raises OSError without memory."""
-        layout: list[LayoutEntry] = []
-        end = 0
-        for name, tensor in weights.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            layout.append([name, list(tensor.shape), dtype, end])
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        self._resize(max(end, _ALIGNMENT))
-        for (*_, start), tensor in zip(layout, weights.values(), strict=True):
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._bytes[start : start + flat.numel()].copy_(flat)
-        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._fd}", len(self._bytes), layout)
-
-    def close(self) -> None:
-        """Gives the memory back. May be called again."""
-        self._unmap()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _resize(self, num_bytes: int) -> None:
-        if self._memory is not None and len(self._memory) == num_bytes:
-            return
-        self._unmap()
-        os.ftruncate(self._fd, num_bytes)
-        self._memory = mmap.mmap(self._fd, num_bytes)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def _unmap(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        if self._memory is not None:
-            with suppress(BufferError):  # a view of it lives on; the memory goes with that
-                self._memory.close()
-            self._memory = None
-
-
-def open_staged(path: str, num_bytes: int, layout: list[LayoutEntry]) -> dict[str, torch.Tensor]:
-    """The tensors, as views of one private mapping: what a reader writes to them reaches nobody else.
-
-    Raises:
-        OSError: the owner is gone, or this process may not read its memory.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    tensors = {}
-    for name, shape, dtype, start in layout:
-        kind: torch.dtype = getattr(torch, dtype)
-        end = start + kind.itemsize * math.prod(shape)
-        tensors[name] = flat[start:end].view(kind).reshape(shape)
-    return tensors
+from swift_stage2.weights.tensors import checksum_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +57,37 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return target
         return func(*args, **(kwargs or {}))
 
-    def pieces(self, parameters: Sequence[torch.Tensor]) -> list[TensorPiece]:
-        """What was copied into storage that the model's parameters still use, checksums taken now."""
+    def pieces(
+        self, parameters: Sequence[torch.Tensor], read: Mapping[str, str] | None = None
+    ) -> list[TensorPiece]:
+        """Every part that was copied into storage that the model's parameters still use, checksums taken now.
+
+        ``read`` holds the checksums of the given tensors where they are known: one that was copied whole is not
+        summed again.
+        """
         in_use = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        copies = [copy for copy in self._copies if copy[1].untyped_storage().data_ptr() in in_use]
+        held = checksum_tensors([target for _, target, _ in copies])
+        given = [
+            read[name] if read and self._is_whole(name, target, source) else None
+            for name, target, source in copies
+        ]
+        cut = [
+            source.expand(target.shape).to(target.dtype)
+            for (_, target, source), known in zip(copies, given, strict=True)
+            if known is None
+        ]
+        sums = iter(checksum_tensors(cut))
         return [
             TensorPiece(
                 name=name,
-                offset=(source.data_ptr() - self._weights[name].data_ptr()) // source.element_size(),
+                offset=self._offset(name, source),
                 shape=tuple(source.shape),
                 stride=tuple(source.stride()),
-                given=checksum_tensor(source.expand(target.shape).to(target.dtype)),
-                held=checksum_tensor(target),
+                given=next(sums) if known is None else known,
+                held=held_sum,
             )
-            for name, target, source in self._copies
-            if target.untyped_storage().data_ptr() in in_use
+            for (name, _, source), known, held_sum in zip(copies, given, held, strict=True)
         ]
 
     def untouched(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
@@ -165,6 +98,21 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items()
             if parameter.numel() and parameter.untyped_storage().data_ptr() not in touched
         ]
+
+    def _offset(self, name: str, source: torch.Tensor) -> int:
+        return (source.data_ptr() - self._weights[name].data_ptr()) // source.element_size()
+
+    def _is_whole(self, name: str, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether the bytes of this copy are the given tensor's own, in their order."""
+        given = self._weights[name]
+        return (
+            source.shape == target.shape
+            and source.numel() == given.numel()
+            and source.dtype == target.dtype == given.dtype
+            and source.is_contiguous()
+            and given.is_contiguous()
+            and self._offset(name, source) == 0
+        )
 
     def _owner(self, source: torch.Tensor) -> str | None:
         """The given tensor that ``source`` is a view of."""
@@ -230,5 +178,6 @@ def installed_weights(
     traced = {piece.name for piece in pieces}
     return InstalledWeights(
         loaded=tuple(name for name in weights if name in traced),
+        arrived=read,
         resident=resident_checksums(shapes, read, pieces),
     )

@@ -13,8 +13,9 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.vllm_weights import LayoutEntry, LoadTrace, open_staged
-from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.rollout_server.staging import LayoutEntry, open_staged
+from swift_stage2.rollout_server.vllm_weights import LoadTrace
+from swift_stage2.weights.tensors import checksum_tensors
 
 _MAX_SHOWN = 5
 
@@ -37,7 +38,7 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         """
         model = self.model_runner.model
         weights = open_staged(path, num_bytes, layout)
-        read = {name: checksum_tensor(tensor) for name, tensor in weights.items()}
+        read = dict(zip(weights, checksum_tensors(list(weights.values())), strict=True))
         patch_vllm_moe_model_weight_loader(model)
         trace = LoadTrace(weights, drop_copies=fault == InstallFault.SKIP_COPY)
         with torch.no_grad():
@@ -55,7 +56,7 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
                 f"a push must reach every parameter of the engine, got num_left_out={len(left_out)}: "
                 f"{', '.join(left_out[:_MAX_SHOWN])}"
             )
-        pieces = trace.pieces(list(parameters.values()))
+        pieces = trace.pieces(list(parameters.values()), read)
         return {"read": read, "pieces": [_plain(astuple(piece)) for piece in pieces]}
 
 

@@ -1,7 +1,6 @@
 """Receives one round's flattened buckets into memory, compares them with the manifest; touches no model.
 
-A thread of its own waits for the learner, then fills one buffer per announced bucket, in order. Checksums are taken
-from the received bytes before anything else reads them.
+A thread of its own waits for the learner, then fills one buffer per announced bucket, in order.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.servers.protocol import RefusalReason, TensorSpec
 from swift_stage2.weights.stream import WeightListener, WeightStream
-from swift_stage2.weights.tensors import all_finite, checksum_tensor
+from swift_stage2.weights.tensors import all_finite
 
 _GIVEN_UP_POLL_S = 0.25
 _ENDED = "the round has ended"
@@ -85,30 +85,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedWeights:
-    """What arrived, by name: tensors (views of the buffers), checksums, and names with NaN or infinity."""
+    """Tensors that arrived, by name (views of the buffers), and names of those with NaN or infinity."""
 
     tensors: dict[str, torch.Tensor]
-    checksums: dict[str, str]
     non_finite: tuple[str, ...]
-
-
-class StagingBuffers:
-    """Keeps the buffers of the last round, so that memory stays flat and its pages stay mapped."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, torch.Tensor] = {}
-
-    def buffer(self, index: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer for the round's bucket number ``index``; reused when its size has not changed."""
-        kept = self._buffers.get(index)
-        if kept is None or kept.numel() != num_bytes:
-            kept = self._buffers[index] = torch.empty(num_bytes, dtype=torch.uint8)
-        return kept
-
-    def trim(self, num_buckets: int) -> None:
-        """Frees the buffers that a round with ``num_buckets`` did not need."""
-        for index in [index for index in self._buffers if index >= num_buckets]:
-            del self._buffers[index]
 
 
 class WeightReceiver:
@@ -245,9 +225,8 @@ def _describe(buckets: Sequence[Bucket], staging: StagingBuffers) -> ReceivedWei
         flat = staging.buffer(index, bucket.num_bytes)
         for entry in bucket.entries:
             tensors[entry.spec.name] = _view(flat[entry.start : entry.end], entry.spec)
-    checksums = {name: checksum_tensor(tensor) for name, tensor in tensors.items()}
     non_finite = tuple(name for name, tensor in tensors.items() if not all_finite(tensor))
-    return ReceivedWeights(tensors, checksums, non_finite)
+    return ReceivedWeights(tensors, non_finite)
 
 
 def _view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -20,7 +20,6 @@ from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightS
 from swift_stage2.rollout_server.weight_receiver import (
     Bucket,
     ReceivedWeights,
-    StagingBuffers,
     WeightReceiver,
     compare_bucket,
     compare_manifests,
@@ -50,7 +49,6 @@ class _Round:
     receiver: WeightReceiver | None = None
     announced: set[str] = field(default_factory=set)
     is_loading: bool = False
-    received: ReceivedWeights | None = None
     installed: InstalledWeights | None = None
     failure: str | None = None
 
@@ -78,7 +76,6 @@ class WeightRounds:
         self._num_loading = 0  # loads that the engine is busy with, also of rounds that have ended
         self._num_admitted = 0
         self._last_proof: RoundProof | None = None
-        self._staging = StagingBuffers()
         self._last_receiver: WeightReceiver | None = None
 
     @property
@@ -160,8 +157,8 @@ class WeightRounds:
                 raise RoundRefused(RefusalReason.WRONG_ORDER, "the round listens for weights already")
             timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
             if self._last_receiver is not None and not self._last_receiver.join(0):
-                self._staging = StagingBuffers()  # a stuck transfer may still write into the old ones
-            receiver = WeightReceiver(self._host, port, timeout_s, self._staging)
+                self._engine.renew_staging()  # a stuck transfer may still write into the old one
+            receiver = WeightReceiver(self._host, port, timeout_s, self._engine.staging)
             self._last_receiver = current.receiver = receiver
         try:
             return receiver.start()
@@ -243,14 +240,14 @@ class WeightRounds:
             current = self._open_round()
             if current.request.round_id != round_id:
                 raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not the open one")
-            received, installed = current.received, current.installed
+            installed = current.installed
             proof = None
-            if commit and received is not None and installed is not None:
+            if commit and installed is not None:
                 proof = self._last_proof = RoundProof(
                     round_id=round_id,
                     incarnation=self._incarnation,
                     weight_version=current.request.version,
-                    arrived=received.checksums,
+                    arrived=installed.arrived,
                     resident=installed.resident,
                     loaded=installed.loaded,
                 )
@@ -337,7 +334,7 @@ class WeightRounds:
             raise
         with self._lock:
             self._num_loading -= 1
-            current.received, current.installed = received, installed
+            current.installed = installed
             current.last_call = self._clock()
             if self._round is not current and self._engine.stamp == stamp:
                 self._unproven = True  # the round ended while the engine loaded

@@ -14,6 +14,7 @@ from live_server import free_port
 from swift_stage2.errors import RoundFailed, RoundRefused
 from swift_stage2.rollout_server import weight_rounds
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
@@ -29,6 +30,7 @@ class EngineStandIn:
 
     def __init__(self) -> None:
         self.stamp = WeightStamp()
+        self.staging = StagingBuffers()
         self.error: RoundFailed | None = None
 
     def manifest(self) -> tuple[TensorSpec, ...]:
@@ -38,7 +40,7 @@ class EngineStandIn:
         if self.error is not None:
             raise self.error
         self.stamp = stamp
-        return InstalledWeights(tuple(weights), {})
+        return InstalledWeights(tuple(weights), {}, {})
 
 
 class Clock:
@@ -187,7 +189,7 @@ class ArrivedWeights:
 
     def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
         tensors = {spec.name: torch.zeros(spec.shape) for spec in MANIFEST}
-        return ReceivedWeights(tensors, dict.fromkeys(tensors, "sum"), ())
+        return ReceivedWeights(tensors, ())
 
     def join(self, timeout_s: float) -> bool:
         return True
