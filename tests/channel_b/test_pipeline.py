@@ -963,7 +963,7 @@ def test_no_segment_falls_between_two_versions(
     bench = make_bench()
     returned: list[SampleKey] = []
     segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
-    monkeypatch.setattr(bench.pipeline, "_clock", RacingClock())
+    monkeypatch.setattr(bench.pipeline, "clock", RacingClock())
     monkeypatch.setattr(bench.pipeline, "_segments", segments)
     monkeypatch.setattr(bench.pipeline, "_return_for_redraw", lambda keys, _: returned.extend(keys))
     monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)
