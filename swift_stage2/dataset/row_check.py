@@ -70,7 +70,9 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
         return f"a line must be UTF-8 text, got a byte that is none: {error}; write the file as UTF-8"
     except (ValueError, RecursionError) as error:
         # Not its own words: they count lines within this one.
-        cause = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        cause = (
+            f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        )
         return f"every line must be one JSON object: {cause}; mend or remove the line"
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:

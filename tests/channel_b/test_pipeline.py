@@ -207,7 +207,7 @@ class Bench:
         self.pipeline.observe(StepView(**(view | changes)))
 
     def train(self, count: int = 1) -> list[Pack]:
-        """What the learner does with a step's packs."""
+        """Takes a step's packs as the learner does."""
         reservation = self.queue.reserve(count, current_version=self.clock.current)
         assert reservation is not None
         packs = reservation.take()

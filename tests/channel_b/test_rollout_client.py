@@ -55,7 +55,7 @@ def fence() -> InferFence:
 
 @pytest.fixture
 def forever() -> Iterator[threading.Event]:
-    """What never happens while the test runs, and lets go of every handler afterwards."""
+    """An event that never comes while the test runs, and lets go of every handler afterwards."""
     event = threading.Event()
     yield event
     event.set()

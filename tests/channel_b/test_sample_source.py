@@ -291,7 +291,7 @@ class Stream(RuleBasedStateMachine):
 
     @rule()
     def save_and_resume(self) -> None:
-        """What was in hand is lost with the process; a new one draws it again before anything new."""
+        """All that was in hand is lost with the process; a new one draws it again before anything new."""
         state = json.loads(json.dumps(self.source.state_dict()))
         self.source = _source(**self.identity)
         self.source.load_state_dict(state)

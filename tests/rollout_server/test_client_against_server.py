@@ -28,7 +28,7 @@ from swift_stage2.servers.protocol import RoundProof
 
 @pytest.fixture
 def proof(server: RunningServer) -> RoundProof:
-    """What a round has just proved of the server."""
+    """The proof of a round that the server has just ended."""
     return LearnerRound(server, load_learner(), run_id="run-1").run()
 
 
