@@ -342,7 +342,7 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     run = _start(config, rows, tmp_path / "first", _token_count)
     try:
         source, clock = run._channel_b.source, run._channel_b.clock  # type: ignore[union-attr]
-        outstanding = [drawn.key for drawn in source.draw(3)]
+        outstanding = source.draw(3)
         clock.advance()
         clock.advance()
         state = run.checkpoint(step=7)
@@ -356,7 +356,7 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         assert channel_b.clock.current == 2
         assert channel_b.evaluation is None, "evaluations are off by default"
         assert not channel_b.fence.is_open, "the first round opens it"
-        assert [drawn.key for drawn in channel_b.source.draw(3)] == outstanding
+        assert channel_b.source.draw(3) == outstanding
     finally:
         again.close()
         again.close()
@@ -407,7 +407,7 @@ def test_rows_without_objects_are_channel_as_alone_where_asked_for(
     try:
         channel_b = run._channel_b
         assert channel_b is not None
-        assert {drawn.key.index for drawn in channel_b.source.draw(6)} == {2, 5}
+        assert {key.index for key in channel_b.source.draw(6)} == {2, 5}
         assert channel_b.source.state_dict()["num_rows"] == 2
     finally:
         run.close()

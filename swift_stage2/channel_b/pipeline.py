@@ -12,6 +12,7 @@ import math
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import (
+    MANY_GIVEN_UP,
     PERMUTED,
-    MismatchTally,
+    many_mismatches,
     misreading_servers,
     permuting_servers,
 )
@@ -104,7 +106,7 @@ class Pipeline:
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
-        self._mismatches = MismatchTally()
+        self._num_given_up: Counter[str] = Counter()  # by server, because it was asked another prompt
         self._view: StepView | None = None
         self._last_version_asked = -1
         self._meter = ProductionMeter()
@@ -208,18 +210,17 @@ class Pipeline:
         """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples, requests = [], []
-        draws = self.source.draw(num_samples)
-        most = min(len(draws) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
-        while len(draws) < most and self._misread.issuperset(each.key for each in draws):
-            draws += self.source.draw(1)  # they alone would make their server suspect again
-        for drawn in draws:
+        keys = self.source.draw(num_samples)
+        most = min(len(keys) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
+        while len(keys) < most and self._misread.issuperset(keys):
+            keys += self.source.draw(1)  # they alone would make their server suspect again
+        for key in keys:
             try:
-                if drawn.sample is None:
-                    raise drawn.error or SampleError("the row cannot be read")
-                requests.append(self._request(drawn.sample))
-                samples.append(drawn.sample)
+                sample = self.source.read(key)
+                requests.append(self._request(sample))
+                samples.append(sample)
             except SampleError as error:
-                self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
+                self._quarantine(key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return False
         self.events.read(
@@ -291,8 +292,9 @@ class Pipeline:
                 reason = QuarantineReason.SAMPLE
                 if isinstance(prepared, PromptMismatch):
                     reason = QuarantineReason.PROMPT
-                    if warning := self._mismatches.note(rollout.server, prepared):
-                        logger.warning(warning)
+                    self._num_given_up[rollout.server] += 1
+                    if self._num_given_up[rollout.server] == MANY_GIVEN_UP:
+                        logger.warning(many_mismatches(rollout.server, prepared))
                 self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)

@@ -507,7 +507,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     keys = [key for pack, _ in bench.events.dropped_packs for key in pack.keys]
     if redraw:
         assert bench.events.quarantines == []
-        drawn = [item.key for item in bench.source.draw(len(keys))]
+        drawn = bench.source.draw(len(keys))
         assert drawn == [replace(key, attempt=1) for key in keys]
     else:
         assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
@@ -903,9 +903,9 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     draw = bench.source.draw
 
     def remember(count: int) -> Any:
-        items = draw(count)
-        drawn.update({(item.key.epoch, item.key.position): item.key for item in items})
-        return items
+        keys = draw(count)
+        drawn.update({(key.epoch, key.position): key for key in keys})
+        return keys
 
     bench.source.draw = remember  # type: ignore[method-assign]
     bench.pipeline.start()

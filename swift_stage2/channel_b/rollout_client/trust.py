@@ -13,7 +13,6 @@ request's answer to another, and where one went astray, those to equal prompts m
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Container, Sequence
 
 from swift_stage2.errors import PromptMismatch
@@ -136,19 +135,10 @@ def misreading_servers(
     }
 
 
-class MismatchTally:
-    """Counts by server the samples that are given up because it was asked another prompt."""
-
-    def __init__(self) -> None:
-        self._num_given_up: Counter[str] = Counter()
-
-    def note(self, server: str, mismatch: PromptMismatch) -> str | None:
-        """One more sample of ``server``; a warning once there are ``MANY_GIVEN_UP``, and only then."""
-        self._num_given_up[server] += 1
-        if self._num_given_up[server] != MANY_GIVEN_UP:
-            return None
-        return (
-            f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
-            "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
-            f"and learner; the last one: {mismatch}"
-        )
+def many_mismatches(server: str, mismatch: PromptMismatch) -> str:
+    """The warning at the ``MANY_GIVEN_UP``-th sample that was given up because ``server`` was asked another prompt."""
+    return (
+        f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
+        "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
+        f"and learner; the last one: {mismatch}"
+    )
