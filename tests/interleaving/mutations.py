@@ -83,7 +83,7 @@ class LosingPipeline(Pipeline):
     """Samples of dropped packs do not return to the stream."""
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
-        self._events.dropped(pack, reason)
+        self.events.dropped(pack, reason)
 
 
 class PatientQueue(ReadyQueue[Pack]):
