@@ -453,7 +453,7 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
         channel_b = run._channel_b
         assert channel_b is not None
         assert channel_b.evaluation is not None
-        assert channel_b.pipeline._ask_evaluation == channel_b.evaluation.part.ask
+        assert channel_b.pipeline.ask_evaluation == channel_b.evaluation.part.ask
         assert [key.index for key in channel_b.evaluation.part._keys] == [0, 1, 2], "there are no more"
         channel_b.evaluation._schedule.begin_if_due(4, 1, may_begin=True)
         state = json.loads(json.dumps(run.checkpoint(step=7)))
