@@ -92,7 +92,7 @@ class StageBench:
         # One row without padding, as channel B has it.
         bare.padding_free, bare.packing, bare.sequence_parallel_size = True, False, 1
         self._bare = bare
-        self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
+        self._task = DetectionTask(dialect=_DIALECT, matching=_SETTINGS, weights=_WEIGHTS)
 
     def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
         return [

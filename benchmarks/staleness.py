@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
 from benchmarks.estimates import mean_and_range
 from benchmarks.faults.accounting import of_kind

@@ -56,7 +56,7 @@ class LedgerRun:
         )
 
     def draw(self, count: int) -> list[SampleKey]:
-        return [drawn.key for drawn in self.source.draw(count)]
+        return self.source.draw(count)
 
     def match(self, keys: list[SampleKey], version: int = 1) -> None:
         """From the POST to segments."""

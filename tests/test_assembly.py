@@ -343,7 +343,7 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     run = _start(config, rows, tmp_path / "first", _token_count)
     try:
         source, clock = run._channel_b.source, run._channel_b.clock  # type: ignore[union-attr]
-        outstanding = [drawn.key for drawn in source.draw(3)]
+        outstanding = source.draw(3)
         clock.advance()
         clock.advance()
         state = run.checkpoint(step=7)
@@ -357,7 +357,7 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
         assert channel_b.clock.current == 2
         assert channel_b.evaluation is None, "evaluations are off by default"
         assert not channel_b.fence.is_open, "the first round opens it"
-        assert [drawn.key for drawn in channel_b.source.draw(3)] == outstanding
+        assert channel_b.source.draw(3) == outstanding
     finally:
         again.close()
         again.close()
@@ -408,7 +408,7 @@ def test_rows_without_objects_are_channel_as_alone_where_asked_for(
     try:
         channel_b = run._channel_b
         assert channel_b is not None
-        assert {drawn.key.index for drawn in channel_b.source.draw(6)} == {2, 5}
+        assert {key.index for key in channel_b.source.draw(6)} == {2, 5}
         assert channel_b.source.state_dict()["num_rows"] == 2
     finally:
         run.close()
@@ -454,7 +454,7 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
         channel_b = run._channel_b
         assert channel_b is not None
         assert channel_b.evaluation is not None
-        assert channel_b.pipeline._ask_evaluation == channel_b.evaluation.part.ask
+        assert channel_b.pipeline.ask_evaluation == channel_b.evaluation.part.ask
         assert [key.index for key in channel_b.evaluation.part._keys] == [0, 1, 2], "there are no more"
         channel_b.evaluation._schedule.begin_if_due(4, 1, may_begin=True)
         state = json.loads(json.dumps(run.checkpoint(step=7)))

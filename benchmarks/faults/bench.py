@@ -160,7 +160,7 @@ def write_poisonous_rows(rows: Path) -> Path:
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     task = DetectionTask.from_config(bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}}))
     source = SampleSource(lines, task, rank=0, world_size=NUM_RANKS, seed=_SEED)
-    index = source.draw(POISON_POSITION + 1)[-1].key.index
+    index = source.draw(POISON_POSITION + 1)[-1].index
     image = rows.parent / "poison.png"
     whole = Path(lines[index]["images"][0]).read_bytes()
     middle = len(whole) // 2  # head and end are sound, so that no check at the start refuses it

@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
-from swift_stage2.errors import DatasetError, SampleError
+from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Entry, Ledger
@@ -58,15 +58,6 @@ class ReturnReason(StrEnum):
     def counts_attempt(self) -> bool:
         """True if this return counts as an attempt. A server's fault does not."""
         return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One draw: a sample, or the reason why the row behind the key cannot be used."""
-
-    key: SampleKey
-    sample: Sample | None
-    error: SampleError | None = None
 
 
 class SampleSource:
@@ -115,13 +106,17 @@ class SampleSource:
         self._again: deque[SampleKey] = deque()
         self._outstanding: dict[tuple[int, int], SampleKey] = {}
 
-    def draw(self, count: int) -> list[Drawn]:
-        """The next ``count`` samples: those that came back first, then new ones."""
+    def draw(self, count: int) -> list[SampleKey]:
+        """The keys of the next ``count`` samples: those that came back first, then new ones."""
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             if keys:
                 self._events.write(Entry.DRAWN, keys)
-        return [self._read(key) for key in keys]
+        return keys
+
+    def read(self, key: SampleKey) -> Sample:
+        """The sample behind a key. Raises SampleError as ``read_sample`` does."""
+        return read_sample(self._rows, self._task, key)
 
     def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Puts drawn samples back to be drawn again, in the order given, before any new one."""
@@ -224,12 +219,6 @@ class SampleSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
         return [self._usable[number] for number in permutation[self._rank :: self._world_size]]
-
-    def _read(self, key: SampleKey) -> Drawn:
-        try:
-            return Drawn(key, read_sample(self._rows, self._task, key))
-        except SampleError as error:
-            return Drawn(key, None, error)
 
 
 def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[int]:

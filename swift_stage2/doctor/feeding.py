@@ -1,6 +1,6 @@
 """Can the servers feed channel B? Rates, ages and the settings that fit, from a few timed calls. Pure.
 
-The rate that production reaches between rounds is the pacer's own (``Pacer.verdict``), not another model of it.
+The rate that production reaches between rounds is the pacer's own (``Pacer.load``), not another model of it.
 Units: seconds where a name ends in ``_s``, else optimizer steps; packs and rates are per rank unless said otherwise.
 """
 
@@ -84,7 +84,7 @@ class Feeding:
 
     @property
     def shortest_step_s(self) -> float:
-        """The step time from which on production keeps up with the schedule, by rate and by the pacer's verdict."""
+        """The step time from which on production keeps up with the schedule, by rate and by the pacer's load."""
         by_rate = self.rollouts_per_step / self.rollouts_per_s
         low, high = self.production_s * _SHARE_FOR_SEARCH, self.production_s / _SHARE_FOR_SEARCH
         for _ in range(_SEARCH_ROUNDS):
@@ -114,7 +114,7 @@ class Feeding:
             pace=ProductionPace(steps, steps),
             packs_per_production=self.packs_per_production,
         )
-        return max(by_rate, pacer.verdict(state).load)
+        return max(by_rate, pacer.load(state))
 
 
 def check_need(feeding: Feeding) -> Outcome[Feeding]:

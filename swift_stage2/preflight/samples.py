@@ -47,14 +47,13 @@ def usable_samples(
     source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
-    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
+    for key in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
-            if drawn.sample is None:
-                raise drawn.error or SampleError("the row cannot be read")
-            task.to_space(drawn.sample.truth, encoder.encode_prompt(drawn.sample).convert)
-            samples.append(drawn.sample)
+            sample = source.read(key)
+            task.to_space(sample.truth, encoder.encode_prompt(sample).convert)
+            samples.append(sample)
         except SampleError as error:
-            problems.append((drawn.key, error))
+            problems.append((key, error))
         if len(samples) == count:
             break
     if not samples:

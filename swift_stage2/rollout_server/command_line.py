@@ -257,7 +257,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
 def swift_rollout_builder(
     swift_argv: Sequence[str], *, trusts_code: bool = False
 ) -> Callable[[], VllmGenerator]:
-    """What builds ms-swift's engine for these arguments of ``swift rollout``.
+    """A function that builds ms-swift's engine for these arguments of ``swift rollout``.
 
     It raises ConfigError for those that ms-swift's parser cannot read.
     """

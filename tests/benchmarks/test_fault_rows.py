@@ -50,7 +50,7 @@ def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path:
     )
     changed = [index for index in range(len(before)) if before[index] != after[index]]
     drawn = SampleSource(after, make_task(), rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
-    assert changed == [drawn[-1].key.index]
+    assert changed == [drawn[-1].index]
     image = after[changed[0]]["images"][0]
     look_at(image)  # a check before a run finds nothing
     with pytest.raises((OSError, SyntaxError)):

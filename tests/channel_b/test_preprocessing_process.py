@@ -120,7 +120,7 @@ def test_evaluation_judges_alike(
         else:
             assert type(found) is type(expected)
             assert str(found) == str(expected)
-            assert "another prompt" in str(found)
+            assert "the server's prompt must equal" in str(found)
 
 
 def test_a_bad_sample_is_refused_and_costs_no_other(

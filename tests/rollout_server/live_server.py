@@ -1,4 +1,4 @@
-"""What the server's tests share: a client of a running server, and the learner's side of a round."""
+"""The parts that the server's tests share: a client of a running server, and the learner's side of a round."""
 
 from __future__ import annotations
 
