@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
+from free_port import free_port
 from gloo_pair import join_job, run_pair
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
@@ -74,9 +73,7 @@ def encoder() -> Encoder:
 
 
 def _closed_port() -> str:
-    with closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def _start(
