@@ -5,21 +5,15 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
+from free_port import free_port
 
 DEADLINE_S = 90.0
 Body = Callable[[int, int], Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_pair(body: Body) -> list[Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from fake_rollout_server import (
     request,
     stamped,
 )
+from free_port import free_port
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, lane
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
@@ -107,9 +107,7 @@ def positions(samples: tuple[Sample, ...]) -> list[int]:
 
 
 def closed_port() -> str:
-    with closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def failing_on(*bad: str) -> Callable[[Call], Answer]:

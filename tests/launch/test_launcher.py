@@ -21,6 +21,7 @@ import psutil
 import pytest
 from closed_connection import leave_closed_connection
 from fake_rollout_server import FakeRolloutServer
+from free_port import free_port
 
 from swift_stage2.servers import protocol
 
@@ -29,12 +30,6 @@ SERVER = str(HERE / "stand_in_server.py")
 LEARNER = str(HERE / "stand_in_learner.py")
 TAG = "SWIFT_STAGE2_TEST_LAUNCH"
 DEADLINE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RunningLaunch:
