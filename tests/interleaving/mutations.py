@@ -20,6 +20,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.records import Pack, SampleKey
+from swift_stage2.telemetry.ledger import Entry
 
 _FOR_EVER_S = 1000.0
 
@@ -99,7 +100,7 @@ class LateTellingSource(SampleSource):
     def draw(self, count: int) -> list[SampleKey]:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
-        self._events.drawn(keys)
+        self._events.write(Entry.DRAWN, keys)
         return keys
 
 

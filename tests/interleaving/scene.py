@@ -155,7 +155,7 @@ class RankEvents:
         self._told = told
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
-        self._told.read(keys, **traits)
+        self._told.write(Entry.READ, keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         counts = self._ledger.counts
