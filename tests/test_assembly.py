@@ -101,7 +101,7 @@ def _start(
 
 @pytest.fixture
 def channel_bs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each learner got as its channel B, in the order in which runs were started."""
+    """Each learner's channel B, in the order in which runs were started."""
     given: list[Any] = []
 
     def make_learner(**parts: Any) -> Learner:

@@ -109,7 +109,7 @@ class WeightSync:
         return outcome
 
     def distrust(self, servers: Iterable[int]) -> None:
-        """What connects to these servers is not used again: they may come back as other processes."""
+        """Connections to these servers are not used again: they may come back as other processes."""
         self._distrusted.update(servers)
 
     def lost_servers(self) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ class WeightSync:
         return self._words()
 
     def _words(self) -> str:
-        """What ranks have said before they ended; empty if none has."""
+        """Last words of ranks that have ended; empty if none has."""
         said = (self._control.notes.read(_note_of(rank)) for rank in range(self._control.world_size))
         return "; ".join(text for text in said if text)
 

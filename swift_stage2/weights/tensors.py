@@ -126,7 +126,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class PackedBucket:
-    """What one push sends: bytes, where each tensor lies in them, and the checksum of each by name."""
+    """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
 
     flat: torch.Tensor  # uint8, one dimension
     metadata: list[dict[str, object]]

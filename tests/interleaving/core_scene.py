@@ -219,12 +219,12 @@ class CorePipeline:
         return len(self.queue.peek_versions()) < setting.queue_limit
 
     def preparation(self) -> AbstractContextManager[Any]:
-        """What the whole of a production is done under: nothing."""
+        """A production holds nothing of its own."""
         return nullcontext()
 
 
 class CoreParts:
-    """What a mutation may replace."""
+    """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
     queue: type[ReadyQueue[Pack]] = ReadyQueue

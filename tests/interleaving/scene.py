@@ -61,7 +61,7 @@ _NETWORK = Network()
 
 
 class Parts:
-    """What a mutation may replace."""
+    """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
     queue: type[ReadyQueue[Pack]] = ReadyQueue
@@ -198,7 +198,7 @@ class RankEvents:
 
 
 class MemoryLog:
-    """What the package's own ledger of samples was told, in place of a file."""
+    """Keeps what the package's own ledger of samples was told, in place of a file."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -326,7 +326,7 @@ class Scene:
             active().stop()
 
     def check_told(self) -> None:
-        """What ``swift-stage2 report`` would say of the run. Raises ``Violation`` unless it balances."""
+        """Judges the run as ``swift-stage2 report`` would. Raises ``Violation`` unless it balances."""
         account = account_of({rank: log.records for rank, log in enumerate(self._logs)})
         broken = [*account.violations, *(broken for rank in account.ranks for broken in rank.violations)]
         if broken:

@@ -23,7 +23,7 @@ def configured(**stage2_ab: Any) -> Stage2Config:
 
 
 def corrected(config: Stage2Config, label: str) -> Target:
-    """What becomes of an answer with half of the one true box, under ``label``."""
+    """Corrects an answer with half of the one true box, under ``label``."""
     sample = Sample(SampleKey(0, 0, 0), {}, TrueObjects(("cat",), ((0.0, 0.0, 40.0, 40.0),)))
     text = f'[{{"bbox_2d": {list(SHIFTED)}, "label": "{label}"}}]'
     return make_task(config).correct(
