@@ -25,9 +25,9 @@ import psutil
 
 import swift_stage2
 from benchmarks.benches import PLAN
+from benchmarks.child_runs import ChildRuns
 from benchmarks.command import Turn
 from benchmarks.results import say
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.rollout_server.command_line import require_vllm

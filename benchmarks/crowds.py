@@ -26,7 +26,7 @@ Objects = list[tuple[str, Box]]
 
 
 class AnswerKind(StrEnum):
-    """What the predicted boxes have to do with the true ones."""
+    """The predicted boxes relate to the true ones in one of these ways."""
 
     JITTERED = "jittered"  # Most truths, in another order, a few pixels off; some missed, as many invented
     RANDOM = "random"  # Nothing, but in a crowd chance overlaps abound

@@ -68,12 +68,14 @@ def exponent_words(sizes: Sequence[float], costs: Sequence[float], otherwise: st
 
 
 def verdict(holds: bool) -> str:
-    """What a table says beside a budget."""
+    """A table says this beside a budget."""
     return "held" if holds else "missed"
 
 
 def mean_and_range(values: Sequence[float], form: str) -> str:
-    """``mean (lowest..highest)``, the mean alone where all are equal; ``form`` is a format of one number."""
+    """``mean (lowest..highest)``, the mean alone where all are equal, empty of none; ``form`` is of one number."""
+    if not values:
+        return ""
     mean = format(statistics.fmean(values), form)
     return mean if min(values) == max(values) else f"{mean} ({min(values):{form}}..{max(values):{form}})"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import Clock
 from benchmarks.estimates import Bounded, Floats, PairedRatio, Spread, compare, verdict
 from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
@@ -22,7 +23,6 @@ from benchmarks.plugins.pipeline import BLOCK_VARIABLE, SWITCHED, is_on
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2.config import Preprocessing
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed
 from swift_stage2.scheduling.bresenham import wants_channel_b
 
@@ -41,7 +41,7 @@ _CLOCKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-    """What one run says. Seconds per compared step, pair by pair."""
+    """One run says this. Seconds per compared step, pair by pair."""
 
     ratio: PairedRatio
     ratio_on_core: PairedRatio
@@ -214,7 +214,7 @@ def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
 
 
 def notes(found: Interference) -> list[str]:
-    """What was working while it was on, and what of its cost is the interpreter's lock."""
+    """One sentence tells what worked while it was on, and how much of the cost is the interpreter's lock."""
     blocked = Spread.of([on - off for on, off in zip(found.on["blocked"], found.off["blocked"], strict=True)])
     off = Spread.of(found.off["wall"])
     return [

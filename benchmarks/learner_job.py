@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
 from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE, WAITS_FILE
 from swift_stage2.config import Preprocessing, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -57,14 +57,14 @@ class Arm:
     pipeline: str = ""
     """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the demo's section ``prefetch``."""
+    """Differences from the demo's section ``prefetch``."""
     preprocessing: Preprocessing = Preprocessing.PROCESS
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
-    """What one run left behind; ``waits`` are the seconds that an inline run's steps waited, by step."""
+    """One run left these records; ``waits`` are the seconds that an inline run's steps waited, by step."""
 
     clock: Clock
     audit: list[Record]

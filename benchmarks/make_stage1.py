@@ -20,10 +20,7 @@ from typing import Any
 
 import torch
 
-from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
-from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
-from swift_stage2.demo.scoring import DetectionScore, score_checkpoint
-from swift_stage2.demo.tiny_model import (
+from benchmarks.tiny_model import (
     IMAGE_TOKEN_ID,
     PAD_TOKEN_ID,
     build_model,
@@ -31,6 +28,9 @@ from swift_stage2.demo.tiny_model import (
     build_tokenizer,
     save_model,
 )
+from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
+from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
+from swift_stage2.demo.scoring import DetectionScore, score_checkpoint
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
 BATCH_SIZE = 32

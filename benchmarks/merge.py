@@ -14,7 +14,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -86,21 +86,22 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def merge_table(cells: Sequence[Cell]) -> ResultTable:
     """Median requests/s, and in brackets the median ratio to the same system's single call of the repetition."""
     ranks = sorted({cell.num_ranks for cell in cells})
-    rows = []
-    for system in dict.fromkeys(cell.system for cell in cells):
-        row = [system]
-        for num_ranks in ranks:
-            rate = np.median([cell.requests_per_s for cell in _of(cells, system, num_ranks)])
-            ratios = ratios_to_single_call(cells, system, num_ranks)
-            found = Spread.of(ratios or [float("nan")])
-            beside = f" ({found.median:.2f}; {found.low:.2f}..{found.high:.2f})" if num_ranks > 1 else ""
-            row.append(f"{rate:.1f}{beside}")
-        rows.append(tuple(row))
-    return ResultTable(
+
+    def rate(num_ranks: int) -> Callable[[str], str]:
+        return lambda system: _rate(cells, system, num_ranks)
+
+    return ResultTable.of(
         f"requests/s, {cells[0].num_requests} image requests (ratio to one single call)",
-        ("system", *(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}" for num_ranks in ranks)),
-        rows,
+        dict.fromkeys(cell.system for cell in cells),
+        {"system": str, **{f"{number} rank{'s' if number > 1 else ''}": rate(number) for number in ranks}},
     )
+
+
+def _rate(cells: Sequence[Cell], system: str, num_ranks: int) -> str:
+    rate = np.median([cell.requests_per_s for cell in _of(cells, system, num_ranks)])
+    found = Spread.of(ratios_to_single_call(cells, system, num_ranks) or [float("nan")])
+    beside = f" ({found.median:.2f}; {found.low:.2f}..{found.high:.2f})" if num_ranks > 1 else ""
+    return f"{rate:.1f}{beside}"
 
 
 def ratios_to_single_call(cells: Sequence[Cell], system: str, num_ranks: int) -> list[float]:

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, Child, ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, Clock, read_clock
+from benchmarks.cores import split_cores
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
-from swift_stage2.demo.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, Child, ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.process.visible_devices import split_cores
 
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2

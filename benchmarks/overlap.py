@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.benches import STAND_IN
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
+from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import verdict
 from benchmarks.interference import B_RATIO
 from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
 from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed
-from swift_stage2.process.visible_devices import split_cores, started_on
 
 BUDGET = 0.9
 NUM_WARMUP = 8
 
 
 class Mode(StrEnum):
-    """What a run does at a wanted B step."""
+    """A run does one of these at a wanted B step."""
 
     ASYNC = "asynchronous"  # Trains the packs that are ready, as a user's run does
     INLINE = "inline"  # Makes its packs then, and waits for them
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
-    """What one run says of the steps after its first ``num_warmup``.
+    """Reads one run's steps after its first ``num_warmup``.
 
     Raises:
         ChildFailed: an inline run skipped a wanted B step: it did not do the work that it is compared by.
@@ -184,7 +184,7 @@ def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
 
 
 def notes(repetitions: Sequence[Repetition], server: str) -> list[str]:
-    """What the budget says, and of which server."""
+    """Sentences compare the run with its budget and name the server."""
     fraction = float(np.median([each.fraction for each in repetitions]))
     found = [
         f"Rollouts from {server}. Fraction of the Amdahl bound, median {fraction:.3f}, budget at least {BUDGET}: "

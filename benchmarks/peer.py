@@ -19,7 +19,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import Clock, since
+from benchmarks.cores import split_cores
 from benchmarks.learner_job import (
     COMPLETIONS_PER_STEP,
     PUSH_NS,
@@ -33,8 +35,6 @@ from benchmarks.overlap import NUM_WARMUP, Mode, run_of
 from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
-from swift_stage2.demo.child_runs import ChildRuns
-from swift_stage2.process.visible_devices import split_cores
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 
@@ -222,7 +222,7 @@ def shares_of_bound(each: Repetition, arm: LoopArm) -> tuple[float, float]:
 
 
 def notes(latency_s: float) -> list[str]:
-    """What is alike, and what is not."""
+    """Sentences tell where the learners are alike and where they are not."""
     return [
         "Alike: model, rows, one rank, one torch thread, optimizer, gradient accumulation; a batch of rollouts waits "
         f"{latency_s:g} s on average, drawn by the same class of stand-in and independent of how many there are; "

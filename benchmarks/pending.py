@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_runs import ChildRuns, train
 from benchmarks.estimates import Spread
 from benchmarks.faults.accounting import of_kind
-from benchmarks.results import ResultTable, in_turns, publish
+from benchmarks.results import ResultTable, grouped, in_turns, publish
 from swift_stage2.config import OnPending, ServerEngine
-from swift_stage2.demo.child_runs import ChildRuns, train
 from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -30,7 +30,7 @@ _PHASES = ("push", "acknowledge", "prove")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingArm:
-    """What one job's audit says. Seconds."""
+    """One job's audit says this. Seconds."""
 
     on_pending: str
     pending: list[float]
@@ -81,25 +81,22 @@ def arm_of(on_pending: str, records: Iterable[dict[str, Any]]) -> PendingArm:
 def pending_table(arms: Sequence[PendingArm]) -> ResultTable:
     """One column per policy, all repetitions together; a spread is median (quartiles), max."""
     columns = {}
-    for policy in dict.fromkeys(arm.on_pending for arm in arms):
-        mine = [arm for arm in arms if arm.on_pending == policy]
-        pauses = [pause for arm in mine for pause in arm.pauses]
-        columns[f"on_pending: {policy}"] = {
+    for policy, mine in grouped(arms, lambda arm: f"on_pending: {arm.on_pending}").items():
+        columns[policy] = {
             "rounds": str(sum(len(arm.pending) for arm in mine)),
             "pending, s": _spread([value for arm in mine for value in arm.pending]),
             "pending, steps": _spread([value for arm in mine for value in arm.steps_pending], 1),
             **{
-                f"pause, {phase}, s": _spread([pause[phase] for pause in pauses])
+                f"pause, {phase}, s": _spread([pause[phase] for arm in mine for pause in arm.pauses])
                 for phase in (*_PHASES, "total")
             },
             "rollouts aborted / made": f"{_sum(mine, 'num_aborted')} / {_sum(mine, 'num_rollouts')}",
             "B steps run / wanted": f"{_sum(mine, 'num_b_run')} / {_sum(mine, 'num_b_wanted')}",
         }
+    title = "sync rounds: how long they wait, how long the learner pauses"
     names = next(iter(columns.values()))
-    return ResultTable(
-        "sync rounds: how long they wait, how long the learner pauses",
-        ("", *columns),
-        [(name, *(cells[name] for cells in columns.values())) for name in names],
+    return ResultTable.of(
+        title, names, {"": str, **{policy: cells.__getitem__ for policy, cells in columns.items()}}
     )
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
 from swift_stage2.scheduling.outlook import ProductionPace
@@ -92,7 +92,7 @@ def _run(children: ChildRuns, directory: Path, num_ranks: int, options: argparse
 
 
 def cells_of(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> list[PlanCell]:
-    """What every rank measured, by queue limit and kind, as one cell per queue limit."""
+    """Makes one cell per queue limit of all ranks' measurements, which are by queue limit and kind."""
 
     def slowest(limit: str, kind: str) -> list[float]:
         return [max(values) for values in zip(*(rank[limit][kind] for rank in ranks), strict=True)]
@@ -111,62 +111,61 @@ def cells_of(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> li
 
 def plan_table(cells: Sequence[PlanCell]) -> ResultTable:
     """One row per number of ranks and queue limit, with what the budgets say."""
-    rows: list[tuple[str, ...]] = []
-    for cell in cells:
-        plan, ratio = Spread.of(cell.plan), Spread.of(cell.ratios)
-        said = [f"ratio {RATIO_BUDGET}: {verdict(ratio.median <= RATIO_BUDGET)}"]
-        if cell.num_ranks == SECONDS_BUDGET_RANKS:
-            said.insert(0, f"{SECONDS_BUDGET * 1e3:.0f} ms: {verdict(plan.median < SECONDS_BUDGET)}")
-        rows.append(
-            (
-                str(cell.num_ranks),
-                str(cell.queue_limit),
-                plan.words(3, 1e3),
-                Spread.of(cell.bare).words(3, 1e3),
-                ratio.words(2),
-                Spread.of(cell.own).words(1, 1e6),
-                ", ".join(said),
-            )
+
+    def budgets(cell: PlanCell) -> str:
+        ratio = f"ratio {RATIO_BUDGET}: {verdict(Spread.of(cell.ratios).median <= RATIO_BUDGET)}"
+        if cell.num_ranks != SECONDS_BUDGET_RANKS:
+            return ratio
+        return (
+            f"{SECONDS_BUDGET * 1e3:.0f} ms: {verdict(Spread.of(cell.plan).median < SECONDS_BUDGET)}, {ratio}"
         )
-    return ResultTable(
+
+    return ResultTable.of(
         f"Planning a step that wants channel B, {len(cells[0].plan)} pairs per row: median (quartiles)",
-        ("ranks", "queue limit", "plan, ms", "bare all-reduce, ms", "ratio", "own code, µs", "budget"),
-        rows,
+        cells,
+        {
+            "ranks": lambda cell: str(cell.num_ranks),
+            "queue limit": lambda cell: str(cell.queue_limit),
+            "plan, ms": lambda cell: Spread.of(cell.plan).words(3, 1e3),
+            "bare all-reduce, ms": lambda cell: Spread.of(cell.bare).words(3, 1e3),
+            "ratio": lambda cell: Spread.of(cell.ratios).words(2),
+            "own code, µs": lambda cell: Spread.of(cell.own).words(1, 1e6),
+            "budget": budgets,
+        },
     )
 
 
 def own_table(cells: Sequence[PlanCell]) -> ResultTable:
     """How the time outside the all-reduce grows with the queue."""
-    title = "Exponent of own code over the queue limit (log-log least squares of the medians)"
-    columns = ("ranks", "queue limits", "exponent")
-    return _exponent_table(title, columns, cells, "num_ranks", "queue_limit", ("own",), "one limit only")
+    return ResultTable.of(
+        "Exponent of own code over the queue limit (log-log least squares of the medians)",
+        grouped(cells, lambda cell: cell.num_ranks).values(),
+        {
+            "ranks": lambda group: str(group[0].num_ranks),
+            "queue limits": lambda group: ", ".join(str(cell.queue_limit) for cell in group),
+            "exponent": lambda group: _exponent(group, "queue_limit", "own", "one limit only"),
+        },
+    )
 
 
 def rank_table(cells: Sequence[PlanCell]) -> ResultTable:
     """How plan, bare all-reduce and own code grow with the number of ranks."""
-    title = "Exponents over the number of ranks (log-log least squares of the medians)"
-    columns = ("queue limit", "ranks", "plan", "bare all-reduce", "own code")
-    kinds = ("plan", "bare", "own")
-    return _exponent_table(title, columns, cells, "queue_limit", "num_ranks", kinds, "one number only")
+    return ResultTable.of(
+        "Exponents over the number of ranks (log-log least squares of the medians)",
+        grouped(cells, lambda cell: cell.queue_limit).values(),
+        {
+            "queue limit": lambda group: str(group[0].queue_limit),
+            "ranks": lambda group: ", ".join(str(cell.num_ranks) for cell in group),
+            "plan": lambda group: _exponent(group, "num_ranks", "plan", "one number only"),
+            "bare all-reduce": lambda group: _exponent(group, "num_ranks", "bare", "one number only"),
+            "own code": lambda group: _exponent(group, "num_ranks", "own", "one number only"),
+        },
+    )
 
 
-def _exponent_table(
-    title: str,
-    columns: tuple[str, ...],
-    cells: Sequence[PlanCell],
-    key: str,
-    size: str,
-    kinds: Sequence[str],
-    otherwise: str,
-) -> ResultTable:
-    rows = []
-    for value in dict.fromkeys(getattr(cell, key) for cell in cells):
-        mine = [cell for cell in cells if getattr(cell, key) == value]
-        sizes = [getattr(cell, size) for cell in mine]
-        medians = ([float(np.median(getattr(cell, kind))) for cell in mine] for kind in kinds)
-        exponents = (exponent_words(sizes, each, otherwise) for each in medians)
-        rows.append((str(value), ", ".join(map(str, sizes)), *exponents))
-    return ResultTable(title, columns, rows)
+def _exponent(cells: Sequence[PlanCell], size: str, kind: str, otherwise: str) -> str:
+    medians = [float(np.median(getattr(cell, kind))) for cell in cells]
+    return exponent_words([getattr(cell, size) for cell in cells], medians, otherwise)
 
 
 # --- one rank ---------------------------------------------------------------------------------------

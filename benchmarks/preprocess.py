@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, publish
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 
 RATE_BUDGET = 240.0
@@ -122,7 +122,7 @@ def _ratio_table(title: str, columns: tuple[str, str, str], pairs: Seconds, budg
 
 
 def notes(stages: Seconds) -> list[str]:
-    """What the rate's budget says, where its object count was measured."""
+    """One sentence compares the rate with its budget, where its object count was measured."""
     measured = stages.get(str(RATE_BUDGET_OBJECTS))
     if measured is None:
         return []

@@ -92,7 +92,7 @@ class StageBench:
         # One row without padding, as channel B has it.
         bare.padding_free, bare.packing, bare.sequence_parallel_size = True, False, 1
         self._bare = bare
-        self._task = DetectionTask(dialect=_DIALECT, weights=_WEIGHTS, **asdict(_SETTINGS))
+        self._task = DetectionTask(dialect=_DIALECT, matching=_SETTINGS, weights=_WEIGHTS)
 
     def subjects(self, num_objects: int, num_samples: int = NUM_SAMPLES) -> list[Subject]:
         return [
@@ -165,7 +165,7 @@ class StageBench:
 
 
 def bare_match(predicted: ArrayLike, true: ArrayLike, top_k: int = _SETTINGS.top_k) -> NDArray[np.float64]:
-    """What a match cannot do without: IoU, the best ``top_k`` per prediction, one scipy assignment."""
+    """Does only what no match can do without: IoU, the best ``top_k`` per prediction, one scipy assignment."""
     left = np.asarray(predicted, dtype=np.float64).T[:, :, None]
     right = np.asarray(true, dtype=np.float64).T[:, None, :]
     width = np.minimum(left[2], right[2]) - np.maximum(left[0], right[0])

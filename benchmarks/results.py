@@ -1,4 +1,4 @@
-"""What a bench found, told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
+"""Results are told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
 
 A cell is text that the bench wrote; numbers for other programs are in the JSON alone.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from rich.table import Table
 
 from benchmarks.estimates import Spread
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 _WIDTH_OF_A_LOG = 180
 
 
@@ -27,6 +29,14 @@ class ResultTable:
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+
+    @classmethod
+    def of(
+        cls, title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], str]]
+    ) -> ResultTable:
+        """One row per item; a column is its heading and the cell that it makes of an item."""
+        rows = [tuple(cell(item) for cell in columns.values()) for item in items]
+        return cls(title, tuple(columns), rows)
 
     def rich(self) -> Table:
         table = Table(title=self.title or None, title_justify="left")
@@ -43,9 +53,6 @@ class ResultTable:
         return f"{self.title}\n\n{body}" if self.title else body
 
 
-Item = TypeVar("Item")
-
-
 def spread_table(
     title: str,
     first: str,
@@ -56,14 +63,20 @@ def spread_table(
 
     A column is a number of digits and what it takes of an item.
     """
-    cells = [
-        (
-            name,
-            *(Spread.of([value(item) for item in items]).words(digits) for digits, value in columns.values()),
-        )
-        for name, items in rows.items()
-    ]
-    return ResultTable(title, (first, *columns), cells)
+
+    def cell(digits: int, value: Callable[[Item], float]) -> Callable[[tuple[str, Sequence[Item]]], str]:
+        return lambda row: Spread.of([value(item) for item in row[1]]).words(digits)
+
+    cells = {name: cell(*column) for name, column in columns.items()}
+    return ResultTable.of(title, rows.items(), {first: lambda row: row[0], **cells})
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by key, keys and items in the order in which they come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def publish(

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self, TypeVar
 
+from benchmarks.cores import split_cores, started_on
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
@@ -19,7 +20,6 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
-from swift_stage2.process.visible_devices import split_cores, started_on
 
 _GRACE_S = 30.0
 _START_S = 300.0
@@ -144,7 +144,7 @@ class BenchServers:
 def stand_in_arguments(
     rows: Path, latency_s: float, model: Path, port: int, *, stock: bool = False
 ) -> list[str]:
-    """What follows ``python`` on the stand-in's command line."""
+    """The words after ``python`` on the stand-in's command line."""
     place = ["--model", str(model), "--port", str(port), "--rows", str(rows), "--latency-s", str(latency_s)]
     return ["-m", "benchmarks.stand_in_server", *place, *(["--stock"] if stock else [])]
 
@@ -165,12 +165,12 @@ def start_stand_in(
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:
-    """What a server needs in its environment besides the children's. Raises as ``server_arguments``."""
+    """A server needs these variables besides the children's. Raises as ``server_arguments``."""
     return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
 
 
 def server_arguments(kind: ServerKind, model: Path, port: int, max_batch_size: int) -> list[str]:
-    """What follows ``python`` on the command line of a server of the demo's kind of model.
+    """The words after ``python`` on the command line of a server of the demo's kind of model.
 
     Raises:
         UserError: vLLM, or what it needs on a machine without a GPU, is not installed.

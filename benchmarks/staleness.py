@@ -16,10 +16,9 @@ from pathlib import Path
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
 from benchmarks.estimates import mean_and_range
 from benchmarks.faults.accounting import of_kind
-from benchmarks.learning import SCORES, first_job, gains, score_all, score_cells, train_arm
+from benchmarks.learning import Columns, ScoredArm, first_job, score_table, train_and_score
 from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, LAGGING, PIPELINE_VARIABLE
-from benchmarks.results import ResultTable, publish
-from swift_stage2.demo.child_runs import ChildRuns
+from benchmarks.results import ResultTable, grouped, publish
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -32,16 +31,14 @@ _STEPS = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaleArm:
-    """One trained job and how it scored. ``lag`` None is channel A alone."""
+class StaleArm(ScoredArm):
+    """One forced lag; None is channel A alone."""
 
     lag: int | None
-    seed: int
     num_b_steps: int
     mean_lag: float | None
     """Of the packs that were trained, as the learner saw it."""
     max_lag: int | None
-    score: DetectionScore
 
 
 def check(options: argparse.Namespace) -> None:
@@ -60,11 +57,9 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     Raises:
         ChildFailed: a job did not end well, or arms trained different numbers of B steps.
     """
-    with ChildRuns() as children:
-        jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags))
-        for lag, job in jobs:
-            train_arm(children, job, _name(lag), _environment(job, lag, max(options.lags)))
-        start, *scores = score_all(children, directory, [job for _, job in jobs])
+    jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags))
+    named = [(job, _name(lag), _environment(job, lag, max(options.lags))) for lag, job in jobs]
+    start, scores = train_and_score(directory, named)
     arms = [_arm(lag, job, result) for (lag, job), result in zip(jobs, scores, strict=True)]
     facts = {"steps": options.steps, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
     publish(directory, "staleness", facts, staleness_table(start, arms, options.steps))
@@ -89,30 +84,18 @@ def plan_arms(
 
 
 def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
-    """One row per lag: means over seeds, with the range where there are several."""
-    first_lag = next(arm.lag for arm in arms if arm.lag is not None)
-    first = {arm.seed: arm.score.f1 for arm in arms if arm.lag == first_lag}
-    rows = [("stage 1, before", "", "", "", *score_cells([start]))]
-    for lag in dict.fromkeys(arm.lag for arm in arms):
-        group = [arm for arm in arms if arm.lag == lag]
-        lags = [arm.mean_lag for arm in group if arm.mean_lag is not None]
-        known = [(arm.seed, arm.score.f1) for arm in group if arm.seed in first]
-        rows.append(
-            (
-                _name(lag),
-                mean_and_range([arm.num_b_steps for arm in group], ".0f"),
-                mean_and_range(lags, ".1f") if lags else "",
-                "" if lag == first_lag else gains(first, known),
-                *score_cells([arm.score for arm in group]),
-            )
-        )
-    seeds = len({arm.seed for arm in arms})
-    return ResultTable(
-        f"Held-out detection after {num_steps} steps, {start.num_images} scenes, {seeds} seed(s): "
-        "mean (lowest..highest)",
-        ("arm", "B steps", "versions behind", "F1 over the first lag of the same seed", *SCORES),
-        rows,
-    )
+    """One row per lag."""
+    groups = grouped(arms, lambda arm: arm.lag)
+    first_lag = next(lag for lag in groups if lag is not None)
+    columns: Columns[StaleArm] = {
+        "arm": lambda group: _name(group[0].lag),
+        "B steps": lambda group: mean_and_range([arm.num_b_steps for arm in group], ".0f"),
+        "versions behind": lambda group: mean_and_range(
+            [arm.mean_lag for arm in group if arm.mean_lag is not None], ".1f"
+        ),
+    }
+    over = "F1 over the first lag of the same seed"
+    return score_table(num_steps, start, groups.values(), groups[first_lag], columns, over)
 
 
 def _name(lag: int | None) -> str:

@@ -22,9 +22,9 @@ import torch
 from benchmarks.estimates import Spread, pair_ratios
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
+from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.collectives import GlooCommunicator, SingleRank
 from swift_stage2.demo.demo_config import free_ports
-from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol

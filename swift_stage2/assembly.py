@@ -61,7 +61,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import rows_to_keep
+from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.trace import align_clocks
 from swift_stage2.weights.export import WeightExport
@@ -177,8 +177,11 @@ def start_run(
     )
     process: dict[str, Any] = {"run_id": run_id, "step": first_step, "world_size": control.world_size}
     found = surroundings(next(module.parameters()).device)
-    start_record = partial(telemetry.record.start, **process, config=settings, surroundings=found)
-    start_ledger = partial(telemetry.ledger.start, **process, version_window=channel.prefetch.version_window)
+    start_record = partial(
+        telemetry.record.write, RecordEntry.START, **process, config=settings, surroundings=found
+    )
+    window = channel.prefetch.version_window
+    start_ledger = partial(telemetry.ledger.write, Entry.START, **process, version_window=window)
     watch = progress_watch(config, telemetry, channel_b)
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
 

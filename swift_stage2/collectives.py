@@ -158,7 +158,7 @@ def leave_job() -> None:
 
 
 def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
-    """What ``work`` returns here, once it has succeeded on every rank; so it is a barrier as well.
+    """Returns what ``work`` returns here, once it has succeeded on every rank; so it is a barrier as well.
 
     Without it, a rank whose own files or data are bad would leave the others waiting in their next collective.
 

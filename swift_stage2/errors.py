@@ -2,36 +2,6 @@
 
 A message states the rule, what was got (``got name=value``) and the remedy. Foreign exceptions
 are translated once, where they enter, with ``raise ... from exc``.
-
-    Stage2Error
-    ├── UserError                 the user's mistake: one line, exit status 2
-    │   ├── ConfigError           a key, value or combination in the YAML
-    │   ├── DatasetError          the data set as a whole cannot be used
-    │   ├── StorageFull           the disk does not take what a run must write
-    │   └── ServerUnavailable     a rollout server is missing when a run starts
-    ├── SampleError               one sample cannot be used; it is quarantined, the run goes on
-    │   └── PromptMismatch        the server was asked another prompt than the learner's
-    ├── PackingError              lengths that cannot be packed
-    ├── MatchingError             boxes or settings that cannot be matched
-    ├── QueueClosed               offer or reserve after ReadyQueue.close()
-    ├── ReservationSpent          a reservation was taken or released before
-    ├── TicketTimeout             the fence stayed closed for longer than the caller waits
-    ├── FenceShutDown             the fence will never open again
-    ├── ProtocolError             a rollout server answered something that the wire does not allow
-    │   └── RequestTooLarge       a call asks more of our server than its limits allow
-    ├── ServerFault               one rollout server did not answer a call as it must; in a round it becomes suspect
-    ├── WeightSyncError           the learner's weights cannot be exported; raised alike on every rank
-    ├── WeightSyncHang            a push did not return by its deadline; every rank exits with status 70
-    ├── RoundRefused              our server will not do this now; nothing was changed
-    ├── RoundFailed               a push did not arrive whole or could not be loaded
-    ├── EngineUnavailable         our server's engine is loading, broken or shut down
-    ├── UpstreamLost              the server behind a merger is gone, or was and has had no weights since
-    ├── UpstreamTimeout           the server behind a merger did not answer in time and may still be at it
-    ├── PipelineFailed            a background pipeline died; raised alike on every rank
-    ├── PreprocessorLost          a rank's preprocessing process failed or is gone; its pipeline dies of it
-    ├── ChildFailed               a process that demo or bench started did not end well
-    ├── ReplayDiffers             a replay came to another loss than its record; raised alike on every rank
-    └── ChannelBStarved           channel B hardly ever ran and ``starvation.action`` is ``fail``
 """
 
 from __future__ import annotations
@@ -213,3 +183,13 @@ class ChannelBStarved(Stage2Error):
 
 class ChildFailed(Stage2Error):
     """A process that a demo or a bench started failed or did not end; the message names cause and log."""
+
+
+def cut_remedy(message: str) -> tuple[str, str]:
+    """Splits a message into what it found and its remedy: at the last semicolon that no bracket holds."""
+    depth = 0
+    for place in range(len(message) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(message[place], 0)
+        if depth == 0 and message.startswith("; ", place):
+            return message[:place], message[place + 2 :]
+    return message, ""

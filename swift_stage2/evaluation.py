@@ -102,14 +102,14 @@ class RankEvaluation:
             self._progress = _Progress(version, waiting, counts)
 
     def ask_no_more(self) -> None:
-        """What is asked at the moment still counts; nothing else is asked before the next ``begin``."""
+        """Samples that are asked at the moment still count; no other is asked before the next ``begin``."""
         with self._lock:
             if self._progress is not None:
                 self._progress.may_ask = False
                 self._progress.waiting.clear()
 
     def end(self) -> EvaluationCounts:
-        """What was counted until now. An answer that comes later is of no evaluation."""
+        """The counts until now. An answer that comes later is of no evaluation."""
         with self._lock:
             progress, self._progress = self._progress, None
         return self._nothing if progress is None else progress.counts

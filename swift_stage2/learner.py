@@ -42,7 +42,7 @@ _STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What this rank trains in one step, and whether the run ends after it."""
+    """One step's plan and this rank's packs for it, and whether the run ends after it."""
 
     plan: StepPlan
     packs: tuple[Pack, ...]
@@ -162,7 +162,7 @@ class Learner:
         self._events.record_losses(step, losses)
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
-        """What a run resumed before ``step`` needs of this rank besides the trainer's own state, as JSON."""
+        """This rank's state for a run resumed before ``step``, besides the trainer's own, as JSON."""
         if self._b is None:
             return {}
         source = self._b.source.checkpoint(step=step, save_id=save_id)

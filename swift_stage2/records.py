@@ -28,6 +28,11 @@ class SampleKey:
     index: int  # row in the data set
     attempt: int = 0
 
+    @property
+    def entry(self) -> list[int]:
+        """The form in which every file of a run names it."""
+        return [self.epoch, self.position, self.index, self.attempt]
+
 
 def find_image(path: str) -> str:
     """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
@@ -93,7 +98,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What the model said to one sample, and under which weights."""
+    """The model's answer to one sample, and the weights that gave it."""
 
     sample: Sample
     text: str
@@ -130,8 +135,8 @@ class BatchOutcome:
     returned: tuple[Sample, ...] = ()
     """To be asked again later, their attempts not counted up."""
     aborted: tuple[Rollout, ...] = ()
-    """What the server aborted for a round had said so far. Its samples are among ``returned``, and are not aborted
-    twice."""
+    """Answers that the server aborted for a round, as far as they had come. Their samples are among ``returned``, and
+    are not aborted twice."""
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()
@@ -183,7 +188,7 @@ def match_ratios(
 
 @dataclass(frozen=True, slots=True)
 class ObjectMatch:
-    """What a rollout found and what there was, in the template's coordinate space; for whoever looks at it later."""
+    """The objects that a rollout found and those that there were, in the template's coordinate space."""
 
     predicted: tuple[tuple[str, IntegerBox], ...]
     truth: tuple[tuple[str, IntegerBox], ...]
@@ -269,7 +274,7 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What every rank learns of a round."""
+    """One round, as every rank learns of it."""
 
     round_id: str
     version: int
@@ -299,7 +304,7 @@ class RoundOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationCounts:
-    """What became of the samples, and the matches of those that were answered, added up."""
+    """The samples by how they ended, and the matches of those that were answered, added up."""
 
     num_wanted: int = 0
     num_answered: int = 0
@@ -324,11 +329,7 @@ class EvaluationCounts:
         return replace(
             self,
             num_answered=self.num_answered + 1,
-            num_truncated=self.num_truncated + quality.num_truncated,
-            num_predictions=self.num_predictions + quality.num_predictions,
-            num_ground_truth=self.num_ground_truth + quality.num_ground_truth,
-            num_pairs=self.num_pairs + quality.num_pairs,
-            sum_iou=self.sum_iou + quality.sum_iou,
+            **{name: getattr(self, name) + getattr(quality, name) for name in _OF_QUALITY},
             metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
@@ -361,6 +362,7 @@ class EvaluationCounts:
         return found | {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
+_OF_QUALITY = ("num_truncated", "num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
 
 

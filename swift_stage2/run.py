@@ -136,7 +136,7 @@ class Stage2Run:
                 self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
 
     def together(self, work: Callable[[], ResultT]) -> ResultT:
-        """What ``work`` returns, once it has succeeded on every rank; raises on all when it fails on one."""
+        """Returns what ``work`` does once it has succeeded on every rank; raises on all when it fails on one."""
         return together(self._control, work)
 
     def close(self) -> None:

@@ -9,18 +9,21 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.config.yaml_text import parse_yaml, write_yaml
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
-from swift_stage2.process.ports import refuse_busy
+from swift_stage2.process.ports import is_free
+from swift_stage2.terminal.output import quieten_libraries
 from swift_stage2.terminal.parser import CommandParser
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
@@ -31,13 +34,6 @@ _HEAD = """\
 # A relative path, in here or in a row of the data, is read from the folder in which a command is started.
 # Here all are absolute, so that every folder will do if the rows name their pictures by absolute paths, too.
 """
-_QUESTIONS = {
-    "data": "training data, a JSONL file",
-    "model": "model, the directory of a stage-1 checkpoint or a hub id",
-    "learner_gpus": "GPU numbers of the learner, as 0,1; none for the CPU",
-    "rollout_gpus": "GPU numbers of the rollout servers, one server on each, as 2,3; none for one on the CPU",
-    "output": "YAML file to write",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"init needs an answer to every question, got none for {flags}; write those options")
     for name in missing:
         _ask(options, name)
-    for name in _CHECKS:
-        _check(options, name)
+    for question in _QUESTIONS.values():
+        question.check(options)
     write_starter(options)
     print(f"wrote {options.output}; check it with: swift-stage2 doctor {options.output}")
     print(f"then start it with: swift-stage2 launch {options.output}")
@@ -65,7 +61,12 @@ def write_starter(options: argparse.Namespace) -> None:
     """Writes the YAML after the configuration has taken it. Raises ConfigError or UserError; then nothing is left."""
     data = starter_config(options)
     try:
-        bind(Stage2Config, data)
+        config = bind(Stage2Config, data)
+        if options.swift:  # names and values that init has not written itself
+            quieten_libraries()
+            from swift_stage2.preflight.swift_parsing import check_arguments  # loads ms-swift
+
+            check_arguments(config)
     except UserError as error:
         raise UserError(f"what was asked for cannot run: {error}") from error
     try:
@@ -79,7 +80,7 @@ def write_starter(options: argparse.Namespace) -> None:
 
 
 def starter_config(options: argparse.Namespace) -> dict[str, Any]:
-    """What differs from the defaults, as plain values."""
+    """The settings that differ from the defaults, as plain values."""
     learner, rollout = _devices(options.learner_gpus), _devices(options.rollout_gpus)
     swift: dict[str, Any] = {
         "model": options.model,
@@ -94,7 +95,7 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
     ports = _free_ports(len(rollout) or 1)
     return {
         "swift": swift,
-        "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}},
+        "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}, "task": options.task},
         "rollout": {
             "servers": [
                 {"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports
@@ -129,8 +130,8 @@ def _ask(options: argparse.Namespace, name: str) -> None:
     """Until the answer can be used."""
     while True:
         try:
-            setattr(options, name, input(f"{_QUESTIONS[name]}: ").strip())
-            _check(options, name)
+            setattr(options, name, input(f"{_QUESTIONS[name].text}: ").strip())
+            _QUESTIONS[name].check(options)
         except EOFError as error:
             raise UserError(f"init needs an answer to every question, got none for {name}") from error
         except UserError as error:
@@ -139,28 +140,24 @@ def _ask(options: argparse.Namespace, name: str) -> None:
             return
 
 
-def _check(options: argparse.Namespace, name: str) -> None:
-    _CHECKS[name](getattr(options, name))
-    if name == "output":
-        options.output = Path(options.output)
-
-
-def _check_data(answer: str) -> None:
-    if not answer:
+def _check_data(options: argparse.Namespace) -> None:
+    if not options.data:
         raise UserError("--data must name a JSONL file, got nothing; write its path")
-    for argument, files in local_files({"dataset": [answer]}).items():
+    is_ours = options.task in SHIPPED_TASKS
+    for argument, files in local_files({"dataset": [options.data]}).items():
         if files:
-            refuse_faults(argument, survey(files))
+            found = survey(files, judge_objects=is_ours)
+            refuse_faults(argument, found, "" if is_ours else f" --task {options.task}")
 
 
-def _check_output(answer: str | Path) -> None:
-    path = Path(answer)
+def _check_output(options: argparse.Namespace) -> None:
+    path = options.output = Path(options.output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--output must be the name of a YAML file, got {str(answer)!r}; write it like run.yaml"
+            f"--output must be the name of a YAML file, got {str(path)!r}; write it like run.yaml"
         )
     if path.exists():
-        raise UserError(f"--output must be a new file, got {answer}, which exists; name another one")
+        raise UserError(f"--output must be a new file, got {path}, which exists; name another one")
 
 
 def _devices(answer: str) -> list[int]:
@@ -171,12 +168,32 @@ def _devices(answer: str) -> list[int]:
     return [int(word) for word in words]
 
 
-_CHECKS: dict[str, Callable[[Any], object]] = {
-    "data": _check_data,
-    "model": lambda answer: check_model({"model": answer}),
-    "learner_gpus": _devices,
-    "rollout_gpus": _devices,
-    "output": _check_output,
+class _Question(NamedTuple):
+    """An option that is asked for where it is not given, and the check of its answer."""
+
+    metavar: str
+    text: str
+    check: Callable[[argparse.Namespace], object]
+
+
+_QUESTIONS = {
+    "data": _Question("FILE", "training data, a JSONL file", _check_data),
+    "model": _Question(
+        "DIR",
+        "model, the directory of a stage-1 checkpoint or a hub id",
+        lambda options: check_model({"model": options.model}),
+    ),
+    "learner_gpus": _Question(
+        "N,N",
+        "GPU numbers of the learner, as 0,1; none for the CPU",
+        lambda options: _devices(options.learner_gpus),
+    ),
+    "rollout_gpus": _Question(
+        "N,N",
+        "GPU numbers of the rollout servers, one server on each, as 2,3; none for one on the CPU",
+        lambda options: _devices(options.rollout_gpus),
+    ),
+    "output": _Question("FILE.yaml", "YAML file to write; never one that exists", _check_output),
 }
 
 
@@ -193,21 +210,11 @@ def _further(words: Sequence[str]) -> dict[str, Any]:
 
 def _free_ports(number: int) -> list[tuple[int, int]]:
     """HTTP and group port of each server: the first that nobody here holds."""
-    http, group = (_free_from(first, number) for first in (_FIRST_PORT, _FIRST_GROUP_PORT))
-    return list(zip(http, group, strict=True))
-
-
-def _free_from(first: int, number: int) -> list[int]:
-    found: list[int] = []
-    for port in range(first, _LAST_PORT):
-        if len(found) == number:
-            break
-        try:
-            refuse_busy("127.0.0.1", port, "a server")
-        except UserError:
-            continue
-        found.append(port)
-    return found
+    http, group = (
+        (port for port in range(first, _LAST_PORT) if is_free("127.0.0.1", port))
+        for first in (_FIRST_PORT, _FIRST_GROUP_PORT)
+    )
+    return list(islice(zip(http, group, strict=False), number))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -216,12 +223,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Writes the YAML of a job on this machine. Asks for what no option gives.",
         exit_statuses="0 the file is written",
     )
-    parser.add_argument("--data", metavar="FILE", help=_QUESTIONS["data"])
-    parser.add_argument("--model", metavar="DIR", help=_QUESTIONS["model"])
-    parser.add_argument("--learner-gpus", metavar="N,N", help=_QUESTIONS["learner_gpus"])
-    parser.add_argument("--rollout-gpus", metavar="N,N", help=_QUESTIONS["rollout_gpus"])
+    for name, question in _QUESTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=question.metavar, help=question.text)
     parser.add_argument(
-        "--output", metavar="FILE.yaml", help=f"{_QUESTIONS['output']}; never one that exists"
+        "--task",
+        default=SHIPPED_TASKS[0],
+        metavar="NAME",
+        help="the meaning of answers (default %(default)s); one of your own needs --swift external_plugins=FILE.py",
     )
     parser.add_argument(
         "--b-ratio", type=float, default=0.25, metavar="R", help="share of steps on channel B (default 0.25)"

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread per process, reproducible examples, one real data set.
+"""Every test has this: no network, one thread per process, reproducible examples, one real data set.
 
 ``pythonpath`` in setup.cfg makes ``tests/`` importable, so that test files share the stand-ins beside them.
 Fixtures import their modules on first use: tests of the pure parts load no torch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,30 +30,42 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-_without_disk: list[pytest.Item] = []
-_slow: list[pytest.Item] = []
+# How many tests a run leaves out, by the line that says so at its end.
+_left_out: defaultdict[str, int] = defaultdict(int)
+_WITHOUT_DISK = "tests that mount a small disk: that needs root"
+_SLOW = "slow tests: scripts/test --all runs everything"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs a filesystem of its own where none may be mounted."""
     needing = [item for item in items if "small_disk" in getattr(item, "fixturenames", ())]
     if needing and subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=30).returncode:
-        _without_disk.extend(needing)
+        _left_out[_WITHOUT_DISK] += len(needing)
         items[:] = [item for item in items if item not in needing]
         config.hook.pytest_deselected(items=needing)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    _slow.extend(item for item in items if item.get_closest_marker("slow"))
+    _left_out[_SLOW] += sum(item.get_closest_marker("slow") is not None for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where tests are spread over workers, each of them collects and counts all, and only their parent can write."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _left_out.update(
+        getattr(node, "workeroutput", {}).get("left_out", {})
+    )  # a worker that crashed tells nothing
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for items, what, why in (
-        (_without_disk, "tests that mount a small disk", "that needs root"),
-        (_slow, "slow tests", "scripts/test --all runs everything"),
-    ):
-        if items:
-            terminalreporter.write_line(f"left out: {len(items)} {what}: {why}")
+    for line, number in _left_out.items():
+        if number:
+            terminalreporter.write_line(f"left out: {number} {line}")
 
 
 @pytest.fixture(scope="session", autouse=True)

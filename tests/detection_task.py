@@ -8,17 +8,11 @@ from typing import Any
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.config import MatchingConfig
 
 
 def make_task(
     dialect: str = "object_list", weights: Mapping[TokenGroup, float] | None = None, **settings: Any
 ) -> DetectionTask:
-    defaults: dict[str, Any] = {
-        "iou_threshold": 0.3,
-        "top_k": 10,
-        "unmatched_prediction_cost": 1.0,
-        "unmatched_ground_truth_cost": 1.0,
-        "same_label": False,
-    }
     all_weights = dict.fromkeys(TokenGroup, 1.0) | dict(weights or {})
-    return DetectionTask(dialect=DIALECTS[dialect], weights=all_weights, **(defaults | settings))
+    return DetectionTask(dialect=DIALECTS[dialect], matching=MatchingConfig(**settings), weights=all_weights)

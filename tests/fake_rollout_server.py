@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.servers import protocol
 
 LONGEST_WAIT_S = 20.0
@@ -44,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes back, and how badly."""
+    """An answer, and how badly it goes back."""
 
     status: int = 200
     body: bytes = b""
@@ -87,6 +89,14 @@ def stamped(**stamp: Any) -> Behaviour:
 
 def error(status: int = 500, text: str = "Internal Server Error") -> Answer:
     return Answer(status=status, body=text.encode())
+
+
+def await_settled(client: RolloutClient) -> None:
+    """Waits until the client's lanes have settled what they abandoned, or given it up."""
+    pause, end = threading.Event(), time.monotonic() + LONGEST_WAIT_S
+    while client.num_unsettled and time.monotonic() < end:
+        pause.wait(0.01)
+    assert client.num_unsettled == 0
 
 
 @dataclass

@@ -208,7 +208,7 @@ def family_template(model: Any, processor: Any, **options: Any) -> Any:
 
 
 def template_type(name: str) -> str:
-    """What ms-swift calls the family's template. It knows its own checkpoints by their names, and others not at all."""
+    """ms-swift's name for the family's template. It knows its own checkpoints by their names, and others not at all."""
     return FAMILIES[name].template_type or {"qwen3_vl_moe": "qwen3_vl"}.get(name, name)
 
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
+from free_port import free_port
 
 DEADLINE_S = 90.0
 Body = Callable[[int, int], Any]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_pair(body: Body) -> list[Any]:
-    """What ``body(rank, port)`` returned as rank 0 and as rank 1."""
+    """Returns what ``body(rank, port)`` did as rank 0 and as rank 1."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]

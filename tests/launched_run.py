@@ -77,7 +77,7 @@ class LaunchedRun:
         return [record for record in records if record["kind"] == kind]
 
     def descendants(self) -> list[psutil.Process]:
-        """What hangs below the launcher: also vLLM's processes, which overwrite their environment with a title."""
+        """Processes that hang below the launcher: also vLLM's, which overwrite their environment with a title."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
@@ -91,7 +91,7 @@ class LaunchedRun:
         assert not [each for each in started if each.is_running()]
 
     def alive(self) -> list[psutil.Process]:
-        """What carries this launch's mark in its environment, wherever it hangs by now."""
+        """Processes that carry this launch's mark in their environment, wherever they hang by now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

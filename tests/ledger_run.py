@@ -12,7 +12,7 @@ from detection_task import make_task
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import MatchQuality, Pack, SampleKey, Segment
 from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Ledger, ledger_path
+from swift_stage2.telemetry.ledger import Entry, Ledger, ledger_path
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
 from swift_stage2.telemetry.reading import read_ledger
 
@@ -45,7 +45,8 @@ class LedgerRun:
         self.step: int = saved["step"]
         if state:
             self.source.load_state_dict(saved["source"])
-        self.ledger.start(
+        self.ledger.write(
+            Entry.START,
             run_id=run_id,
             step=self.step,
             world_size=world_size,
@@ -55,7 +56,7 @@ class LedgerRun:
         )
 
     def draw(self, count: int) -> list[SampleKey]:
-        return [drawn.key for drawn in self.source.draw(count)]
+        return self.source.draw(count)
 
     def match(self, keys: list[SampleKey], version: int = 1) -> None:
         """From the POST to segments."""

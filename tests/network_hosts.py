@@ -36,12 +36,12 @@ class Host:
     namespace: str
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
-        """What runs ``words`` on this host."""
+        """The command that runs ``words`` on this host."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return ["ip", "netns", "exec", self.namespace, *named, *map(str, words)]
 
     def processes(self) -> list[psutil.Process]:
-        """What runs there."""
+        """Processes that run there."""
         return _processes(self.namespace)
 
     def answer_nothing_to(self, address: str) -> None:

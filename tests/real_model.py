@@ -83,7 +83,7 @@ def answer_and_objects(encoder: Encoder, sample: Sample) -> tuple[str, tuple[tup
 def rollout_of(
     sample: Sample, text: str, prompt_token_ids: Sequence[int], *, version: int = 0, seconds: float = 0.0
 ) -> Rollout:
-    """What a server would have answered, sampled under one version."""
+    """The answer of a server, as if sampled under one version."""
     return Rollout(
         sample=sample,
         text=text,

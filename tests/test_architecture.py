@@ -179,3 +179,12 @@ def test_the_root_of_the_package_shows_the_system() -> None:
     assert {
         part for part in parts - {"__main__"} if f"{part}/" not in pages and f"{part}.py" not in pages
     } == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_no_docstring_begins_with_what(file: Path) -> None:
+    """A reader gets a subject and a verb first."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes)]
+    assert [text.splitlines()[0] for text in docstrings if text.startswith("What ")] == []

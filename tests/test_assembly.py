@@ -1,26 +1,27 @@
-"""What only start-up can find out: missing servers, settings and data that do not fit the real template."""
+"""Only start-up can find these out: missing servers, settings and data that do not fit the real template."""
 
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
+from free_port import free_port
 from gloo_pair import join_job, run_pair
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.collectives import GlooControlGroup, SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
+from swift_stage2.learner import Learner
 from swift_stage2.preflight import servers
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.servers import wait_for_servers
@@ -74,9 +75,7 @@ def encoder() -> Encoder:
 
 
 def _closed_port() -> str:
-    with closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def _start(
@@ -98,6 +97,19 @@ def _start(
         logging_steps=5,
         **more,
     )
+
+
+@pytest.fixture
+def channel_bs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each learner's channel B, in the order in which runs were started."""
+    given: list[Any] = []
+
+    def make_learner(**parts: Any) -> Learner:
+        given.append(parts["channel_b"])
+        return Learner(**parts)
+
+    monkeypatch.setattr(assembly, "Learner", make_learner)
+    return given
 
 
 def _token_count(batch: Mapping[str, Any]) -> float:
@@ -123,7 +135,8 @@ def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], serve
     assert "rollout.start_timeout_s=0.2" in message
     assert missing in message
     assert server.url not in message
-    assert "start it, or correct rollout.servers" in message
+    assert message.endswith("with a --host that this machine reaches, or correct rollout.servers")
+    assert message.count("; ") == 1
 
 
 def test_a_server_that_errs_until_the_time_is_over_is_missing(
@@ -249,7 +262,7 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
 
 
 def compare_settings(rank: int, port: int) -> list[str]:
-    """What each of two ranks is told of settings that differ in one of these ways, or not."""
+    """Returns what each of two ranks is told of settings that differ in one of these ways, or not."""
     join_job(rank, port)
     control = GlooControlGroup(60.0)
     told = []
@@ -337,12 +350,13 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     server: FakeRolloutServer,
     rows: list[dict[str, Any]],
     tmp_path: Path,
+    channel_bs: list[Any],
 ) -> None:
     config = configure(server.url)
     run = _start(config, rows, tmp_path / "first", _token_count)
     try:
-        source, clock = run._channel_b.source, run._channel_b.clock  # type: ignore[union-attr]
-        outstanding = [drawn.key for drawn in source.draw(3)]
+        source, clock = channel_bs[0].source, channel_bs[0].clock
+        outstanding = source.draw(3)
         clock.advance()
         clock.advance()
         state = run.checkpoint(step=7)
@@ -351,12 +365,11 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     again = _start(config, rows, tmp_path / "second", _token_count)
     try:
         again.resume(lambda: state)
-        channel_b = again._channel_b
-        assert channel_b is not None
+        channel_b = channel_bs[1]
         assert channel_b.clock.current == 2
         assert channel_b.evaluation is None, "evaluations are off by default"
         assert not channel_b.fence.is_open, "the first round opens it"
-        assert [drawn.key for drawn in channel_b.source.draw(3)] == outstanding
+        assert channel_b.source.draw(3) == outstanding
     finally:
         again.close()
         again.close()
@@ -375,10 +388,8 @@ def test_a_run_resumes_with_answers_written_as_before_only(
     compact = [_with_answer(row, lambda answer: answer.replace(", ", ",")) for row in rows]
     run = _start(config, compact, tmp_path / "first", _token_count)
     try:
-        channel_b = run._channel_b
-        assert channel_b is not None
-        assert channel_b.answer_spelling[0].startswith('[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{')
         state = run.checkpoint(step=7)
+        assert state["learner"]["answer_spelling"][0].startswith('[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{')
     finally:
         run.close()
     for number, (now, refused) in enumerate([(rows, True), (compact, False)]):
@@ -400,14 +411,14 @@ def test_rows_without_objects_are_channel_as_alone_where_asked_for(
     server: FakeRolloutServer,
     rows: list[dict[str, Any]],
     tmp_path: Path,
+    channel_bs: list[Any],
 ) -> None:
     config = configure(server.url, rows_without_objects="channel_a_only")
     mixed = [row if number in (2, 5) else {**row, "objects": None} for number, row in enumerate(rows)]
     run = _start(config, mixed, tmp_path / "run", _token_count, validation_rows=mixed)
     try:
-        channel_b = run._channel_b
-        assert channel_b is not None
-        assert {drawn.key.index for drawn in channel_b.source.draw(6)} == {2, 5}
+        (channel_b,) = channel_bs
+        assert {key.index for key in channel_b.source.draw(6)} == {2, 5}
         assert channel_b.source.state_dict()["num_rows"] == 2
     finally:
         run.close()
@@ -446,25 +457,37 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
     server: FakeRolloutServer,
     rows: list[dict[str, Any]],
     tmp_path: Path,
+    channel_bs: list[Any],
 ) -> None:
     config = configure(server.url, evaluation={"every_steps": 4})
-    run = _start(config, rows, tmp_path / "first", _token_count, validation_rows=rows[:3])
+    given: dict[str, Any] = {}
+
+    def make_pipeline(**parts: Any) -> Pipeline:
+        given.update(parts)
+        return Pipeline(**parts)
+
+    run = _start(
+        config,
+        rows,
+        tmp_path / "first",
+        _token_count,
+        validation_rows=rows[:3],
+        make_pipeline=make_pipeline,
+    )
     try:
-        channel_b = run._channel_b
-        assert channel_b is not None
-        assert channel_b.evaluation is not None
-        assert channel_b.pipeline._ask_evaluation == channel_b.evaluation.part.ask
-        assert [key.index for key in channel_b.evaluation.part._keys] == [0, 1, 2], "there are no more"
-        channel_b.evaluation._schedule.begin_if_due(4, 1, may_begin=True)
+        part = channel_bs[0].evaluation.part
+        assert given["ask_evaluation"] == part.ask
+        part.begin(1)
+        assert part.end().num_wanted == 3, "there are no more rows"
         state = json.loads(json.dumps(run.checkpoint(step=7)))
+        assert state["learner"]["unfinished_evaluation"] is None
+        state["learner"]["unfinished_evaluation"] = 4
     finally:
         run.close()
     again = _start(config, rows, tmp_path / "second", _token_count, validation_rows=rows[:3])
     try:
         again.resume(lambda: state)
-        assert again._channel_b is not None
-        assert again._channel_b.evaluation is not None
-        assert again._channel_b.evaluation.unfinished == 4
+        assert again.checkpoint(step=7)["learner"]["unfinished_evaluation"] == 4
     finally:
         again.close()
 
@@ -495,7 +518,7 @@ def test_parts_of_two_checkpoints_are_refused(
     run = _start(configure(server.url), rows, tmp_path, _token_count)
     try:
         states = [run.checkpoint(step=7) for _ in range(2)]
-        monkeypatch.setattr(run._control, "gather", lambda mine: (mine, states[1]["save_id"]))
+        monkeypatch.setattr(SingleRank, "gather", lambda control, mine: (mine, states[1]["save_id"]))
         with pytest.raises(ConfigError, match=f"rank 1 save_id={states[1]['save_id']}; resume from another"):
             run.resume(lambda: states[0])
     finally:
@@ -517,13 +540,13 @@ def test_a_model_whose_packed_segments_see_each_other_does_not_train(
 
 
 def test_without_channel_b_nothing_of_it_exists(
-    rows: list[dict[str, Any]], tmp_path: Path, server: FakeRolloutServer
+    rows: list[dict[str, Any]], tmp_path: Path, server: FakeRolloutServer, channel_bs: list[Any]
 ) -> None:
     path = tmp_path / "plain.yaml"
     path.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
     run = _start(load_config(path), rows, tmp_path, _token_count)
     try:
-        assert run._channel_b is None
+        assert channel_bs == [None]
         assert run.checkpoint(step=7)["learner"] == {}
     finally:
         run.close()

@@ -23,7 +23,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass
 class Recorded:
-    """What one run trained."""
+    """The gradients, losses and weights of one run."""
 
     gradients: list[Gradients] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 from two_rank_learner import SCENARIOS
 
 _PROGRAM = Path(__file__).with_name("two_rank_learner.py")
@@ -19,9 +19,7 @@ _PROGRAM = Path(__file__).with_name("two_rank_learner.py")
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Every scenario on both ranks, in one job: starting a process costs more than all of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, str(_PROGRAM), *SCENARIOS],

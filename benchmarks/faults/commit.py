@@ -1,4 +1,4 @@
-"""What commits a fault inside learner and server, and the switches by which the bench tells them which.
+"""Faults are committed inside learner and server by these parts, and the bench tells them which by switches.
 
 A switch is a small text in a file of one directory, which appears whole or not at all. Used by the bench's process, by
 the learner's plugin, which gives the learner a transport and a disk that fail on demand, and by
@@ -89,7 +89,7 @@ class Switches:
 
 
 class PushFault(StrEnum):
-    """What happens to the weights of a round on their way."""
+    """The weights of a round suffer this on their way."""
 
     HOLD = "hold"  # the second bucket waits until the bench lets it go
     ZEROS = "zeros"  # announced honestly, but zeros are sent

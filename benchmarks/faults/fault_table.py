@@ -45,7 +45,7 @@ class RowResult:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What must not be; empty for a row that went as it should."""
+        """Names all that must not be; empty for a row that went as it should."""
         if self.report is None:
             return (self.note,) if self.exit_status is not None or self.seconds else ()
         report, found = self.report, []

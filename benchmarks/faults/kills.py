@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults.accounting import broken_rules, sentence_of
+from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, publish, say
@@ -97,9 +97,8 @@ class _Run:
         """Starts a process of the run, kills it at a random point, and replays the ledgers."""
         victim = self._rng.choice(list(Victim))
         checkpoint = newest_whole_checkpoint(self._run_dir)
-        job = self._start(f"kill{number}", checkpoint)
-        begun = job.num_steps
-        try:
+        with self._start(f"kill{number}", checkpoint) as job:
+            begun = job.num_steps
             is_early = self._rng.random() < _SHARE_AT_START
             if checkpoint is None:
                 job.wait_for(
@@ -111,24 +110,22 @@ class _Run:
                 job.wait_for_steps(self._rng.randint(1, _MOST_STEPS), _START_DEADLINE_S)
                 job.wait_s(self._rng.uniform(0, _LONGEST_MOMENT_S))
             seconds = job.kill(victim, _END_DEADLINE_S)
-        finally:
-            job.end()
         account = self._account()
+        counted = SampleCount.of(account.ranks, account.violations)
         return Kill(
             number=number,
             victim=str(victim),
             resumed_from=checkpoint.name if checkpoint else None,
             num_steps=job.num_steps - begun,
             seconds_to_end=seconds,
-            num_void=sum(rank.num_void for rank in account.ranks) if account else 0,
-            broken_rules=broken_rules(account) if account else (),
-            records_lost=sum(rank.num_records_lost for rank in account.ranks) if account else 0,
+            num_void=sum(rank.num_void for rank in account.ranks),
+            broken_rules=counted.broken_rules,
+            records_lost=counted.records_lost,
         )
 
     def finish(self) -> RunAccount:
         """One more process, which trains channel B and stops as SIGTERM stops any run."""
-        job = self._start("last", newest_whole_checkpoint(self._run_dir))
-        try:
+        with self._start("last", newest_whole_checkpoint(self._run_dir)) as job:
             before = len(job.of_kind("step"))
             job.wait_for(
                 lambda: any(step["channel"] == "B" for step in job.of_kind("step")[before:]),
@@ -137,8 +134,6 @@ class _Run:
             )
             if status := job.stop():
                 raise ChildFailed(f"the run must end well after the last kill, got status {status}")
-        finally:
-            job.end()
         return job.account()
 
     def _start(self, name: str, checkpoint: Path | None) -> TrainingJob:
@@ -150,10 +145,10 @@ class _Run:
         job.step()  # takes in what earlier processes wrote
         return job
 
-    def _account(self) -> RunAccount | None:
-        """None while no process has come as far as a ledger."""
+    def _account(self) -> RunAccount:
+        """Empty while no process has come as far as a ledger."""
         if not list((self._run_dir / "ledger").glob("rank*.jsonl")):
-            return None
+            return RunAccount(ranks=(), violations=())
         return account_of(read_ledgers([self._run_dir]))
 
 
@@ -200,9 +195,10 @@ def kill_table(kills: Sequence[Kill]) -> ResultTable:
 
 
 def rank_notes(last: RunAccount) -> list[str]:
-    """What every rank's ledger comes to at the end."""
+    """One sentence tells the account of every rank's ledger at the end."""
     return [
-        f"Rank {rank.rank} at the end: {sentence_of(rank)}; {rank.num_resumes} resumes in the effective history, "
-        f"{rank.num_void} samples trained in steps that did not survive; {len(rank.violations)} rules broken."
+        f"Rank {rank.rank} at the end: {SampleCount.of([rank]).sentence}; "
+        f"{rank.num_resumes} resumes in the effective history, {rank.num_void} samples trained in steps that did not "
+        f"survive; {len(rank.violations)} rules broken."
         for rank in last.ranks
     ]

@@ -15,21 +15,20 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import Ratio, ratio_of_medians
 from benchmarks.faults import bench as fault_bench
-from benchmarks.faults.accounting import Gap, count_samples, gaps
+from benchmarks.faults.accounting import Gap, SampleCount, gaps
 from benchmarks.faults.bench import FaultBench, write_rows
 from benchmarks.faults.rows import Scene
 from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
-from swift_stage2.process.visible_devices import split_cores, started_on
 from swift_stage2.telemetry.ledger_account import RunAccount
 
 _FAILED = 1
@@ -108,7 +107,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     with FaultBench(kind, directory, program) as bench, started_on(server_cores):
         reports, account, exit_status = _run(bench, directory, rows, learner_cores, options)
         left = bench.end_server()
-    samples = count_samples(account)
+    samples = SampleCount.of(account.ranks, account.violations)
     facts = {
         "server": "stand-in" if stand_in else options.server,
         "stand_in_latency_s": options.stand_in_latency_s,
@@ -125,8 +124,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     }
     publish(directory, "outage", facts, outage_table(reports))
     say(
-        f"{samples.drawn} drawn = {samples.trained} trained + {samples.quarantined} quarantined + "
-        f"{samples.in_hand} in hand; {len(samples.broken_rules)} rules broken; {left} things left; "
+        f"{samples.sentence}; {len(samples.broken_rules)} rules broken; {left} things left; "
         f"took {facts['seconds']:.0f} s"
     )
     is_sound = account.is_balanced and not left and exit_status == 0 and not any(map(is_bad, reports))
@@ -139,11 +137,10 @@ def _run(
     server = bench.ready_server()
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     proof = Proof.AUTO if options.stand_in_latency_s is None else Proof.CHECKSUM
-    with ExitStack() as stack:
-        with started_on(learner_cores):
-            settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
-            job = bench.start_job("outage", directory / "job", rows, settings)
-        stack.callback(job.end)
+    with started_on(learner_cores):
+        settings = JobSettings(num_ranks=options.ranks, b_ratio=options.b_ratio, proof=proof)
+        learner = bench.start_job("outage", directory / "job", rows, settings)
+    with learner as job:
         Scene(server, job).warm_up()
         phases = [_train(job, options.steps)]
         for cycle in range(options.cycles):

@@ -32,7 +32,7 @@ _ERROR_REPLY = (
 
 
 class ReplyFault(StrEnum):
-    """What becomes of the reply of the next rollout."""
+    """The reply of the next rollout suffers this."""
 
     HTTP_500 = "500"  # the server is not asked, the proxy answers in its place
     CUT = "cut"  # half of it, then the connection ends

@@ -34,13 +34,12 @@ _QUIET_DEADLINE_S = 150.0  # the system keeps connections for a minute after the
 _ASK_TIMEOUT_S = 2.0
 _ASK_EVERY_S = 0.5
 _POLL_S = 0.1
-_PATIENCE_S = 10.0
 _MAX_BATCH_SIZE = 32
 _LOWEST_PORT = 20000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 Program = Callable[[Path, int], list[str]]
-"""What follows ``python`` on the command line of a server of this model, on this port."""
+"""The words after ``python`` on the command line of a server of this model, on this port."""
 
 
 def lasting_port() -> int:
@@ -70,10 +69,7 @@ class TestedServer:
         self._program = program or partial(_arguments, kind)
         self._bench = bench
         self._tree: ProcessTree | None = None
-        self._seen: list[psutil.Process] = []
-        self._mapped: set[str] = set()
-        self._killed: list[psutil.Process] = []
-        self._mapped_by_killed: set[str] = set()
+        self._held, self._held_by_killed = Held(), Held()
         self._num_started = 0
 
     @property
@@ -87,7 +83,7 @@ class TestedServer:
             self._bench.wait_for(lambda: is_quiet(self.port), what, _QUIET_DEADLINE_S)
         self._num_started += 1
         self.started_at = time.time()
-        self._seen, self._mapped = [], set()
+        self._held = Held()
         environment = {**server_environment(self.kind), VARIABLE: str(self.switches.directory)}
         argv = (sys.executable, "-u", *self._program(model, self.port))
         name = f"{self.kind}-server{self._num_started}"
@@ -117,12 +113,11 @@ class TestedServer:
 
     def kill(self) -> None:
         """SIGKILL to everything of it at once; returns when it has gone."""
-        self._watch()
+        self._held.look(self.processes)
         if left := kill_all(lambda: self.processes, _KILL_DEADLINE_S):
             raise ChildFailed(f"processes that SIGKILL did not end: {[process.pid for process in left]}")
         self._wait_for_warden()
-        self._killed += self._seen
-        self._mapped_by_killed |= self._mapped
+        self._held_by_killed.add(self._held)
 
     def kill_engine_process(self, name: str) -> None:
         """SIGKILL to the one process of the engine whose command line begins with ``name``.
@@ -130,8 +125,10 @@ class TestedServer:
         Raises:
             ChildFailed: there is not exactly one.
         """
-        self._watch()
-        found = [process for process in self._seen if " ".join(command_line(process)).startswith(name)]
+        self._held.look(self.processes)
+        found = [
+            process for process in self._held.processes if " ".join(command_line(process)).startswith(name)
+        ]
         if len(found) != 1:
             raise ChildFailed(f"the server must have one process {name}, got {len(found)}")
         found[0].kill()
@@ -140,20 +137,15 @@ class TestedServer:
     def end(self) -> Leftovers:
         """SIGTERM in order, then whatever it takes; returns what it left behind."""
         if self._tree is not None:
-            self._watch()
+            self._held.look(self.processes)
             self._tree.ask_to_end()
             self._wait_for_warden()
-        return look(self._seen, (self.port,), self._mapped, _PATIENCE_S)
+        return self._held.left((self.port,))
 
     def what_the_killed_left(self) -> Leftovers:
         """Of servers that were killed since the last call. Their port is their successor's now."""
-        processes, mapped = self._killed, self._mapped_by_killed
-        self._killed, self._mapped_by_killed = [], set()
-        return look(processes, (), mapped, _PATIENCE_S)
-
-    def _watch(self) -> None:
-        self._seen = self.processes or self._seen
-        self._mapped |= mapped_by(self._seen)
+        held, self._held_by_killed = self._held_by_killed, Held()
+        return held.left()
 
     def _wait_for_warden(self) -> None:
         tree = self._tree
@@ -176,7 +168,7 @@ def _arguments(kind: ServerKind, model: Path, port: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What was still there when everything should have gone; names only."""
+    """Names of all that was still there when everything should have gone."""
 
     processes: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
@@ -202,20 +194,34 @@ def command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def look(
-    processes: Sequence[psutil.Process], ports: Sequence[int], shared_memory: Iterable[str], patience_s: float
-) -> Leftovers:
-    """Waits up to ``patience_s`` until nothing is left, and says what is."""
-    end = time.monotonic() + patience_s
-    while True:
-        left = Leftovers(
-            tuple(name for process in processes if (name := _name_if_alive(process))),
-            tuple(held_ports(tuple(ports))),
-            tuple(sorted(name for name in shared_memory if Path(name).exists())),
-        )
-        if left.num == 0 or time.monotonic() >= end:
-            return left
-        time.sleep(_POLL_S)
+class Held:
+    """All that a tree held and that may outlive it, as far as it was looked at."""
+
+    def __init__(self, processes: Sequence[psutil.Process] = (), shared_memory: Iterable[str] = ()) -> None:
+        self.processes = list(processes)
+        self.shared_memory = set(shared_memory)
+
+    def look(self, processes: list[psutil.Process]) -> None:
+        """Takes in the processes that are there now, unless all have gone, and what they have mapped."""
+        self.processes = processes or self.processes
+        self.shared_memory |= mapped_by(self.processes)
+
+    def add(self, other: Held) -> None:
+        self.processes += other.processes
+        self.shared_memory |= other.shared_memory
+
+    def left(self, ports: Sequence[int] = (), patience_s: float = 10.0) -> Leftovers:
+        """Waits up to ``patience_s`` until nothing is left, ports included, and says what is."""
+        end = time.monotonic() + patience_s
+        while True:
+            left = Leftovers(
+                tuple(name for process in self.processes if (name := _name_if_alive(process))),
+                tuple(held_ports(tuple(ports))),
+                tuple(sorted(name for name in self.shared_memory if Path(name).exists())),
+            )
+            if left.num == 0 or time.monotonic() >= end:
+                return left
+            time.sleep(_POLL_S)
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], deadline_s: float) -> list[psutil.Process]:

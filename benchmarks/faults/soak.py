@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.commit import SLOW_DISK, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
@@ -25,7 +28,6 @@ from benchmarks.faults.soak_report import (
     RankSample,
     SoakReport,
     kind_reports,
-    num_lost,
     num_trained_twice,
     parts_of,
     trends_of,
@@ -60,9 +62,14 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     kind = ServerKind(options.server)
     faults = plan_faults(options.seed, options.steps, kill_room_steps=_KILL_ROOM_STEPS[kind])
     started = time.monotonic()
-    with FaultBench(kind, directory) as bench, _Soak(bench, directory, options.steps) as soak:
+    with FaultBench(kind, directory) as bench, ExitStack() as stack:
+        server = bench.ready_server()
+        proxy = stack.enter_context(FaultProxy(server.port))
+        settings = JobSettings(swift=_swift_arguments(options.steps))
+        job = bench.start_job("soak", directory / "job", write_rows(directory), settings, proxy.port)
+        soak = _Soak(server, proxy, stack.enter_context(job), options.steps)
         soak.run(faults)
-        report = soak.report(len(faults))
+        report = soak.report(len(faults), bench.end_server)
     problems = report.problems(options.steps)
     facts = {
         "server": options.server,
@@ -81,41 +88,26 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     return _FAILED if problems else 0
 
 
+def _swift_arguments(num_steps: int) -> dict[str, Any]:
+    return {
+        "max_steps": num_steps,
+        "save_steps": max(1, num_steps // _NUM_SAVES),
+        "save_total_limit": 2,
+        "learning_rate": 1e-4,  # the model must still answer well after the last step
+    }
+
+
 class _Soak:
     """The run, its server and the proxy between them."""
 
-    def __init__(self, bench: FaultBench, directory: Path, num_steps: int) -> None:
+    def __init__(self, server: TestedServer, proxy: FaultProxy, job: TrainingJob, num_steps: int) -> None:
         self.committed: list[CommittedFault] = []
         self.samples: list[RankSample] = []
-        self._bench = bench
-        self._num_steps = num_steps
-        self._server: TestedServer = bench.ready_server()
-        self._proxy = FaultProxy(self._server.port)
-        swift = {
-            "max_steps": num_steps,
-            "save_steps": max(1, num_steps // _NUM_SAVES),
-            "save_total_limit": 2,
-            "learning_rate": 1e-4,  # the model must still answer well after the last step
-        }
-        self._job: TrainingJob = bench.start_job(
-            "soak",
-            directory / "job",
-            write_rows(directory),
-            JobSettings(swift=swift),
-            self._proxy.port,
-        )
-        self._job.watch = self._sample
+        self._server, self._proxy, self._job, self._num_steps = server, proxy, job, num_steps
+        job.watch = self._sample
         self._next_sample = 1
         self._exit_status: int | None = None
         self._broke = ""
-
-    def __enter__(self) -> _Soak:
-        self._proxy.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._job.end()
-        self._proxy.__exit__(None, None, None)
 
     def run(self, faults: Sequence[PlannedFault]) -> None:
         """Trains to the last step; a run that hangs or ends early is ended, and ``report`` tells of it."""
@@ -130,11 +122,9 @@ class _Soak:
             self._broke, self._exit_status = str(error), self._job.exit_status
             self._job.end()
 
-    def report(self, num_planned: int) -> SoakReport:
+    def report(self, num_planned: int, end_server: Callable[[], int]) -> SoakReport:
         records = self._job.records
-        left = (
-            self._job.what_is_left().num + self._server.what_the_killed_left().num + self._bench.end_server()
-        )
+        left = self._job.what_is_left().num + self._server.what_the_killed_left().num + end_server()
         has_ledger = any((self._job.run_dir / "ledger").glob("rank*.jsonl"))
         ledgers = read_ledgers([self._job.run_dir]) if has_ledger else {}
         account = account_of(ledgers) if has_ledger else None
@@ -149,7 +139,7 @@ class _Soak:
             kinds=kinds,
             trends=trends_of(records, self.samples),
             account=account,
-            lost=num_lost(account) if account else 0,
+            lost=SampleCount.of(account.ranks).lost if account else 0,
             trained_twice=num_trained_twice(ledgers),
             num_disagreements=num_disagreements,
             broke=self._broke,

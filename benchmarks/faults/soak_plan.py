@@ -25,7 +25,7 @@ _SPREAD = 1.4  # of all steps, over those that faults need to heal
 
 
 class FaultKind(StrEnum):
-    """What is committed; ``count`` and ``seconds`` of a ``PlannedFault`` say how much of it."""
+    """One kind is committed; ``count`` and ``seconds`` of a ``PlannedFault`` say how much of it."""
 
     KILL_SERVER = "server killed, restarted"  # After ``count`` steps without it
     LATE_REPLIES = "late replies"  # ``count`` replies are kept for ``seconds`` each

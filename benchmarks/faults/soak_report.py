@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from benchmarks.estimates import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
 from benchmarks.faults.accounting import (
     Moments,
+    SampleCount,
     gaps,
     num_disagreements,
-    num_in_hand,
-    num_quarantined,
     of_kind,
     pause,
     report,
-    sentence_of,
 )
 from benchmarks.faults.soak_plan import FaultKind
-from benchmarks.results import ResultTable
+from benchmarks.results import ResultTable, grouped
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import RunAccount
@@ -53,7 +51,7 @@ class RankSample:
 
 
 class Quantity(StrEnum):
-    """What must stay flat."""
+    """Each of these must stay flat."""
 
     RSS = "RSS, MiB"
     USS = "USS, MiB"
@@ -72,6 +70,13 @@ TOLERANCES = {
     Quantity.B_STEP: Tolerance(share=0.03),
 }
 _MIB = 1 << 20
+_SAMPLED = {
+    Quantity.RSS: ("rss", _MIB),
+    Quantity.USS: ("uss", _MIB),
+    Quantity.THREADS: ("num_threads", 1),
+    Quantity.FDS: ("num_fds", 1),
+}
+"""Fields of ``RankSample``, and what they are divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +113,10 @@ class SoakReport:
     trained_twice: int
     num_disagreements: int
     broke: str = ""
-    """What ended the soak early."""
+    """The reason why the soak ended early."""
 
     def problems(self, wanted_steps: int) -> list[str]:
-        """What must not be; empty for a soak that went as it should."""
+        """Names all that must not be; empty for a soak that went as it should."""
         found = [self.broke] if self.broke else []
         if self.account is None or not self.account.is_balanced:
             found.append("the ledger does not balance")
@@ -143,41 +148,38 @@ def kind_reports(
 ) -> tuple[tuple[KindReport, ...], int]:
     """By kind what became of the faults, and the number of steps on which ranks disagree."""
     ends = [*(fault.moments.fault for fault in faults[1:]), float("inf")]
-    found = [_kind_of_one(records, fault, end, account) for fault, end in zip(faults, ends, strict=True)]
-    of_kinds = [[each for each in found if each.kind is kind] for kind in FaultKind]
-    return tuple(map(_together, filter(None, of_kinds))), num_disagreements(records)
+    spans = grouped(zip(faults, ends, strict=True), lambda span: span[0].kind)
+    found = tuple(_kind_report(records, kind, spans[kind], account) for kind in FaultKind if kind in spans)
+    return found, num_disagreements(records)
 
 
-def _kind_of_one(
-    records: Sequence[Sequence[Record]], fault: CommittedFault, end: float, account: RunAccount
+def _kind_report(
+    records: Sequence[Sequence[Record]],
+    kind: FaultKind,
+    spans: Sequence[tuple[CommittedFault, float]],
+    account: RunAccount,
 ) -> KindReport:
-    """Of one fault, up to ``end``, when the next began."""
-    seen = [[record for record in part if record["time"] < end] for part in records]
-    ranks = [gaps(of_kind(part, "step")) for part in seen]
-    found, began = report(seen, account, fault.moments), fault.moments.fault
-    around = [gap for every in ranks for gap in every if gap.start + gap.seconds > began]
+    """``spans`` are all faults of the kind, each with the moment at which the next of any kind began."""
+    reports, waits, steps = [], [0.0], [0.0]
+    for fault, end in spans:
+        seen = [[record for record in part if record["time"] < end] for part in records]
+        reports.append(report(seen, account, fault.moments))
+        began = fault.moments.fault
+        for part in seen:
+            every = gaps(of_kind(part, "step"))
+            waits.append(pause(every, [], began, end).longest_wait_s)
+            steps += [gap.seconds - gap.syncing_s for gap in every if gap.start + gap.seconds > began]
     return KindReport(
-        kind=fault.kind,
-        times=1,
-        hangs=int(fault.hung),
-        longest_wait_s=max(0.0, *(pause(every, [], began, end).longest_wait_s for every in ranks)),
-        longest_step_s=max((gap.seconds - gap.syncing_s for gap in around), default=0.0),
-        failed_posts=found.failed_posts,
-        steps_to_proof=() if found.steps_until_proof is None else (found.steps_until_proof,),
-        unproven_rollouts=found.unproven_rollouts,
-    )
-
-
-def _together(kinds: Sequence[KindReport]) -> KindReport:
-    return KindReport(
-        kind=kinds[0].kind,
-        times=len(kinds),
-        hangs=sum(each.hangs for each in kinds),
-        longest_wait_s=max(each.longest_wait_s for each in kinds),
-        longest_step_s=max(each.longest_step_s for each in kinds),
-        failed_posts=dict(sum((Counter(each.failed_posts) for each in kinds), Counter())),
-        steps_to_proof=tuple(steps for each in kinds for steps in each.steps_to_proof),
-        unproven_rollouts=sum(each.unproven_rollouts for each in kinds),
+        kind=kind,
+        times=len(spans),
+        hangs=sum(fault.hung for fault, _ in spans),
+        longest_wait_s=max(waits),
+        longest_step_s=max(steps),
+        failed_posts=dict(sum((Counter(each.failed_posts) for each in reports), Counter())),
+        steps_to_proof=tuple(
+            each.steps_until_proof for each in reports if each.steps_until_proof is not None
+        ),
+        unproven_rollouts=sum(each.unproven_rollouts for each in reports),
     )
 
 
@@ -192,10 +194,8 @@ def trends_of(
 def _trends(records: Sequence[Record], samples: Sequence[RankSample]) -> dict[Quantity, Trend | None]:
     steps = [sample.step for sample in samples]
     series: dict[Quantity, tuple[list[int], list[float]]] = {
-        Quantity.RSS: (steps, [sample.rss / _MIB for sample in samples]),
-        Quantity.USS: (steps, [sample.uss / _MIB for sample in samples]),
-        Quantity.THREADS: (steps, [float(sample.num_threads) for sample in samples]),
-        Quantity.FDS: (steps, [float(sample.num_fds) for sample in samples]),
+        quantity: (steps, [getattr(sample, name) / scale for sample in samples])
+        for quantity, (name, scale) in _SAMPLED.items()
     }
     quiet = [gap for gap in gaps(of_kind(records, "step")) if gap.syncing_s == 0]
     for quantity, channel in ((Quantity.A_STEP, "A"), (Quantity.B_STEP, "B")):
@@ -216,24 +216,10 @@ def num_trained_twice(ledgers: Mapping[int, Sequence[Record]]) -> int:
     return sum(count - 1 for count in times.values())
 
 
-def num_lost(account: RunAccount) -> int:
-    """Drawn, but neither trained nor quarantined nor in hand."""
-    return sum(
-        rank.drawn - rank.trained - num_quarantined(rank) - num_in_hand(rank) for rank in account.ranks
-    )
-
-
 def parts_of(soak: SoakReport) -> list[ResultTable | str]:
     """Both tables, and between them what the ledgers come to."""
     ranks = soak.account.ranks if soak.account else ()
-    kinds = ResultTable(
-        "",
-        (
-            *("fault", "times", "hangs", "longest pause of channel A, s", "longest step of A or B, s"),
-            *("POSTs that failed", "steps to proof: median (max)", "rollouts of an unproven server"),
-        ),
-        [_kind_cells(each) for each in soak.kinds],
-    )
+    kinds = ResultTable.of("", soak.kinds, _KIND_COLUMNS)
     trends = ResultTable(
         "",
         ("rank", "quantity", "values", "median", "drift over 2,000 steps (95 %)", "tolerated", "verdict"),
@@ -244,8 +230,8 @@ def parts_of(soak: SoakReport) -> list[ResultTable | str]:
         ],
     )
     notes = [
-        f"Rank {rank.rank}: {sentence_of(rank)}; {len(rank.violations)} rules broken, {rank.num_records_lost} records "
-        "lost."
+        f"Rank {rank.rank}: {SampleCount.of([rank]).sentence}; {len(rank.violations)} rules broken, "
+        f"{rank.num_records_lost} records lost."
         for rank in ranks
     ]
     ends = (
@@ -254,12 +240,25 @@ def parts_of(soak: SoakReport) -> list[ResultTable | str]:
     return [kinds, *notes, ends, trends]
 
 
-def _kind_cells(kind: KindReport) -> tuple[str, ...]:
-    failed = ", ".join(f"{number} {end}" for end, number in kind.failed_posts.items()) or "0"
-    proofs = kind.steps_to_proof
-    proof = f"{statistics.median(proofs):g} ({max(proofs)})" if proofs else "–"
-    waits = f"{kind.longest_wait_s:.2f}", f"{kind.longest_step_s:.2f}"
-    return kind.kind, str(kind.times), str(kind.hangs), *waits, failed, proof, str(kind.unproven_rollouts)
+def _failed(kind: KindReport) -> str:
+    return ", ".join(f"{number} {end}" for end, number in kind.failed_posts.items()) or "0"
+
+
+def _to_proof(kind: KindReport) -> str:
+    steps = kind.steps_to_proof
+    return f"{statistics.median(steps):g} ({max(steps)})" if steps else "–"
+
+
+_KIND_COLUMNS: Mapping[str, Callable[[KindReport], str]] = {
+    "fault": lambda kind: kind.kind,
+    "times": lambda kind: str(kind.times),
+    "hangs": lambda kind: str(kind.hangs),
+    "longest pause of channel A, s": lambda kind: f"{kind.longest_wait_s:.2f}",
+    "longest step of A or B, s": lambda kind: f"{kind.longest_step_s:.2f}",
+    "POSTs that failed": _failed,
+    "steps to proof: median (max)": _to_proof,
+    "rollouts of an unproven server": lambda kind: str(kind.unproven_rollouts),
+}
 
 
 def _trend_cells(each: Trend | None) -> tuple[str, ...]:

@@ -20,14 +20,13 @@ import psutil
 
 from benchmarks.clocks import PLUGINS
 from benchmarks.faults.commit import VARIABLE, Switches
-from benchmarks.faults.server import Leftovers, command_line, kill_all, look, tree_of
+from benchmarks.faults.server import Held, Leftovers, command_line, kill_all, tree_of
 from benchmarks.learner_job import write_job
 from benchmarks.servers import BenchServers, Found
 from swift_stage2.config import Proof, load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.plan import plan_launch
-from swift_stage2.launch.warden import mapped_by
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import AuditTail, read_ledgers
@@ -41,7 +40,7 @@ _TORCHRUN = "torch.distributed.run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """What differs between rows."""
+    """Rows differ in these settings."""
 
     num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
@@ -61,7 +60,7 @@ class Victim(StrEnum):
 
 
 class TrainingJob:
-    """One real training run. ``records`` holds what its ranks have written so far."""
+    """One real training run, which its context ends. ``records`` holds what its ranks have written so far."""
 
     def __init__(
         self,
@@ -86,9 +85,14 @@ class TrainingJob:
         assert learner is not None
         self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(settings.num_ranks)]
         self._tree = bench.job.start(replace(learner, name=name))
-        self._seen: list[psutil.Process] = []
-        self._mapped: set[str] = set()
+        self._held = Held()
         self._watched_at = 0.0
+
+    def __enter__(self) -> TrainingJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     @property
     def exit_status(self) -> int | None:
@@ -110,8 +114,7 @@ class TrainingJob:
             records.extend(tail.read())
         if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
             self._watched_at = time.monotonic()
-            self._seen = tree_of(self._tree.pid)[1:] or self._seen
-            self._mapped |= mapped_by(self._seen)
+            self._held.look(tree_of(self._tree.pid)[1:])
         self.watch()
 
     def wait_for(self, holds: Callable[[], Found], what: str, timeout_s: float) -> Found:
@@ -156,7 +159,7 @@ class TrainingJob:
         return self.exit_status or 0
 
     def end(self) -> None:
-        """Whatever it takes to be rid of it."""
+        """Ends the job by whatever it takes."""
         if self.exit_status is None:
             kill_all(lambda: tree_of(self._tree.pid)[1:], _STOP_DEADLINE_S)
             self._tree.ask_to_end()
@@ -175,7 +178,7 @@ class TrainingJob:
 
     def what_is_left(self) -> Leftovers:
         """Of a job that has ended: what it left behind."""
-        return look(self._seen, (self._group_port,), self._mapped, patience_s=10.0)
+        return self._held.left((self._group_port,))
 
     def account(self) -> RunAccount:
         """The account of all ranks' ledgers. Raises ChildFailed when the learner left no checkpoint."""

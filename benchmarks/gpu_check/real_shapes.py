@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu_check.device import free_memory, peak_gib, timed
 from benchmarks.gpu_check.stage import CheckFailed, Context
-from swift_stage2.demo.tiny_model import (
+from benchmarks.tiny_model import (
     IMAGE_TOKEN_ID,
     VIDEO_TOKEN_ID,
     build_model,

@@ -28,7 +28,7 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.config import load_config
+from swift_stage2.config import MatchingConfig, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of, free_ports
@@ -281,10 +281,8 @@ def isolation(context: Context) -> None:
     """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
     from swift.model import get_model_processor
 
-    task = DetectionTask(
-        dialect=OBJECT_LIST, weights=dict.fromkeys(TokenGroup, 1.0), iou_threshold=0.3, top_k=10,
-        unmatched_prediction_cost=1.0, unmatched_ground_truth_cost=1.0, same_label=False,
-    )  # fmt: skip
+    weights = dict.fromkeys(TokenGroup, 1.0)
+    task = DetectionTask(dialect=OBJECT_LIST, matching=MatchingConfig(), weights=weights)
     file = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     samples = [read_sample(rows, task, SampleKey(0, index, index)) for index in range(_NUM_SAMPLES)]

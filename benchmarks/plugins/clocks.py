@@ -43,7 +43,7 @@ class ThreadClock(TrainerCallback):  # type: ignore[misc]
         self._readings: list[dict[str, int]] = []
 
     def read(self) -> dict[str, int]:
-        """What is noted of one moment, by column."""
+        """Reads one moment, by column."""
         return read_times()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -37,7 +37,7 @@ _ON = (1, 2)
 
 
 class Producer(Protocol):
-    """What the queue asks of its pipeline."""
+    """The queue asks this of its pipeline."""
 
     @property
     def next_step(self) -> int: ...

@@ -17,10 +17,6 @@ from swift_stage2.demo.scenes import SceneKind, Split
 
 CONFIG_FILE = "run.yaml"
 RUN_DIR = "run"
-LAUNCH = f"launch {CONFIG_FILE}"
-DOCTOR = f"doctor {CONFIG_FILE} --json"
-TRAIN = f"train {CONFIG_FILE}"
-DATA = f"data check {ROWS_FILE}"
 _LONGEST_LAST_LINE = 900
 _TELLS_BY_ROWS = ("doctor", "data", "report")
 _NO_SUCH_COMMAND = "argument COMMAND: invalid choice"
@@ -41,17 +37,6 @@ class Setup:
     """Where nobody listens."""
     files: dict[str, str | bytes] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-
-    def set(self, place: str, value: Any) -> None:
-        """Writes one setting at a dotted place; a number is the entry of a list."""
-        section: Any = self.config
-        *path, key = place.split(".")
-        for name in path:
-            section = section[int(name)] if isinstance(section, list) else section.setdefault(name, {})
-        section[int(key) if isinstance(section, list) else key] = value
-
-    def image(self, index: int = 0) -> Path:
-        return self.folder / str(self.rows[index]["images"][0])
 
     def save(self) -> None:
         """Configuration, rows, and the files that a case has put in."""
@@ -90,12 +75,28 @@ class SetupMaker:
         return Setup(folder, config, rows, foreign_port, free_port, environment=environment)
 
 
-Spoil = Callable[[Setup], object]
-"""Changes a scene before it is written."""
+def section_of(tree: Any, place: str) -> tuple[Any, Any]:
+    """The section that holds a dotted place, made on the way, and its key there.
+
+    A number is the entry of a list, ``+`` a new one behind its last.
+    """
+    *path, key = place.split(".")
+    for name in path:
+        tree = tree[int(name)] if isinstance(tree, list) else tree.setdefault(name, {})
+    if key == "+":
+        tree.append(None)
+        key = "-1"
+    return tree, int(key) if isinstance(tree, list) else key
 
 
-def as_it_is(scene: Setup) -> None:
-    """What is wrong is the command line."""
+def put(tree: Any, place: str, value: Any) -> None:
+    section, key = section_of(tree, place)
+    section[key] = value
+
+
+def remove(tree: Any, place: str) -> None:
+    section, key = section_of(tree, place)
+    del section[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +105,23 @@ class Case:
 
     area: str
     wrong: str
-    """What is wrong, in a few words of a user's."""
+    """The mistake, in a few words of a user's."""
     told: str
-    """What must be said."""
-    command: str = LAUNCH
+    """Words that must be said."""
+    command: str
     """As it is typed, without the program's name."""
-    spoil: Spoil = as_it_is
-    statuses: tuple[int, ...] = (2,)
-    never: str = ""
-    """What must not be said: a claim about what was not checked, or a secret."""
+    spoil: Callable[[Setup], object]
+    """Changes a scene before it is written."""
+    statuses: tuple[int, ...]
+    never: str
+    """Words that must not be said: a claim about what was not checked, or a secret."""
 
     @property
     def words(self) -> tuple[str, ...]:
         return tuple(shlex.split(self.command))
 
     def problems(self, status: int | None, output: str) -> tuple[str, ...]:
-        """What must not be; empty if the command did as it should. No ``status``: it did not end in time."""
+        """Names all that must not be; empty if the command did as it should. No ``status``: it did not end in time."""
         flat = " ".join(output.split())
         lines = [line for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else ""
@@ -140,13 +142,3 @@ class Case:
         if first in _TELLS_BY_ROWS or 0 in self.statuses:
             return bool(last)
         return last.startswith("swift-stage2") and "error: " in last and len(last) <= _LONGEST_LAST_LINE
-
-
-def placed(place: str, value: object) -> Spoil:
-    """Writes one setting at a dotted place of the configuration."""
-    return lambda scene: scene.set(place, value)
-
-
-def holding(**files: str | bytes) -> Spoil:
-    """Files with other content; ``/`` and ``.`` are in the names."""
-    return lambda scene: scene.files.update(files)

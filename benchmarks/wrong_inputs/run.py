@@ -13,20 +13,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import swift_stage2
+from benchmarks.attacks.hostile_server import HostileServer
 from benchmarks.results import ResultTable, publish
 from benchmarks.wrong_inputs.case import Case, SetupMaker
-from benchmarks.wrong_inputs.data_rows import data_cases
-from benchmarks.wrong_inputs.settings import setting_cases
-from benchmarks.wrong_inputs.surroundings import surrounding_cases
+from benchmarks.wrong_inputs.cases import all_cases
 from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import UserError
 
@@ -34,6 +30,8 @@ EXIT_PROBLEMS = 1
 _AT_ONCE = 2
 _DEADLINE_S = 240.0
 _END_GRACE_S = 20.0
+_NO_PAGE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+"""Of a web server that is no rollout server: it has no page for anything."""
 _ROOT = Path(swift_stage2.__file__).parents[1]
 _SHOWN_CHARACTERS = 300
 _TORCHRUN_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,9 +72,9 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         ) from error
     with (
         tempfile.TemporaryDirectory(prefix="swift-stage2-wrong-inputs-") as scratch,
-        _foreign_server() as port,
+        HostileServer(lambda path: [_NO_PAGE]) as foreign,
     ):
-        maker = SetupMaker(Path(scratch), port, free_ports(1)[0])
+        maker = SetupMaker(Path(scratch), foreign.port, free_ports(1)[0])
         folders = [Path(scratch) / f"case-{number}" for number in range(len(cases))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="wrong-input") as pool:
             met = []
@@ -153,32 +151,9 @@ def _without_root(text: str) -> str:
 
 
 def _chosen(only: str) -> list[Case]:
-    known = [*setting_cases(), *data_cases(), *surrounding_cases()]
+    known = list(all_cases())
     cases = [case for case in known if only in f"{case.area}: {case.wrong}"]
     if not cases:
         areas = ", ".join(dict.fromkeys(case.area for case in known))
         raise UserError(f"--only must be part of a case's name, got {only!r}; the areas are {areas}")
     return cases
-
-
-@contextmanager
-def _foreign_server() -> Iterator[int]:
-    """A web server that is no rollout server: it has no page for anything."""
-
-    class NoPage(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
-
-        do_POST = do_GET
-
-        def log_message(self, *told: object) -> None:
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoPage) as server:
-        thread = threading.Thread(target=server.serve_forever, name="foreign-server", daemon=True)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join(timeout=_END_GRACE_S)

@@ -1,4 +1,4 @@
-"""What stands between stock `swift rollout` and a machine without a GPU; a distribution of its own.
+"""Lets stock `swift rollout` run on a machine without a GPU; a distribution of its own.
 
 Three extension points, no stock file changed: ``torch_backend`` (PyTorch's device autoload) lets a CUDA-built
 torchvision import, ``vllm_plugin`` (``vllm.general_plugins``) lets vLLM's CPU workers take new weights over gloo,

@@ -39,7 +39,7 @@ def standard_format(dialect: Dialect) -> AnswerFormat:
 
 
 def read_format(text: str, dialect: Dialect) -> AnswerFormat:
-    """What one answer shows of its format; ``text`` is channel A's answer without the end of turn.
+    """The format as far as one answer shows it; ``text`` is channel A's answer without the end of turn.
 
     Raises:
         ConfigError: the answer is nothing that this dialect can write; shows both texts.
@@ -50,7 +50,7 @@ def read_format(text: str, dialect: Dialect) -> AnswerFormat:
 def join_formats(
     counts: Mapping[AnswerFormat, int], dialect: Dialect
 ) -> tuple[AnswerFormat, tuple[AnswerFormat, ...]]:
-    """What most answers show together, and the formats that contradict it.
+    """The format that most answers show together, and those that contradict it.
 
     Args:
         counts: of how many answers ``read_format`` gave each format; among equals the first counts more.
@@ -104,7 +104,7 @@ def fill_placeholders(content: str, objects: Sequence[tuple[str, Sequence[float]
 
 
 def _read(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]:
-    """What an answer shows, and the objects that it lists. Raises ConfigError as ``read_format`` does."""
+    """The format that an answer shows, and the objects that it lists. Raises ConfigError as ``read_format`` does."""
     found = _find_container(text, dialect)
     if found is None:
         raise ConfigError(

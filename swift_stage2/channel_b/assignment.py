@@ -112,7 +112,7 @@ class _Arcs:
 def _residual_arcs(
     rows: Integers, columns: Integers, weights: Floats, mates: Integers, shape: tuple[int, int]
 ) -> _Arcs:
-    """What may change about an assignment, as arcs between rows, columns (numbered after them) and a hub.
+    """Every change that an assignment allows, as arcs between rows, columns (numbered after them) and a hub.
 
     Taking a pair is an arc row → column that costs minus its weight, giving one up the arc back. The hub
     stands for being unmatched: matched rows and unmatched columns lead to it, the others come from it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -35,7 +36,7 @@ from swift_stage2.channel_b.targets import (
     weigh_tokens,
 )
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import MatchingConfig, Stage2Config
 from swift_stage2.config.registry import find
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Sample, Target
@@ -55,34 +56,23 @@ class DetectionTask(Task):
         self,
         *,
         dialect: Dialect,
-        iou_threshold: float,
-        top_k: int,
-        unmatched_prediction_cost: float,
-        unmatched_ground_truth_cost: float,
-        same_label: bool,
+        matching: MatchingConfig,
         weights: Mapping[TokenGroup, float],
     ) -> None:
         self._dialect = dialect
         self.answer_format = standard_format(dialect)
-        self._iou_threshold = iou_threshold
-        self._top_k = top_k
-        self._unmatched_prediction_cost = unmatched_prediction_cost
-        self._unmatched_ground_truth_cost = unmatched_ground_truth_cost
-        self._same_label = same_label
+        self._matching = asdict(matching)
+        self._same_label = self._matching.pop("same_label")
         self._weights = dict(weights)
         self.closing_weight = self._weights[TokenGroup.CLOSURE]
 
     @classmethod
     def from_config(cls, config: Stage2Config) -> Self:
         """By the sections ``matching`` and ``target``."""
-        matching, target = config.stage2_ab.channel_b.matching, config.stage2_ab.channel_b.target
+        target = config.stage2_ab.channel_b.target
         return cls(
             dialect=find(DIALECTS, "stage2_ab.channel_b.target.dialect", target.dialect),
-            iou_threshold=matching.iou_threshold,
-            top_k=matching.top_k,
-            unmatched_prediction_cost=matching.unmatched_prediction_cost,
-            unmatched_ground_truth_cost=matching.unmatched_ground_truth_cost,
-            same_label=matching.same_label,
+            matching=config.stage2_ab.channel_b.matching,
             weights={group: getattr(target.weights, group.value) for group in TokenGroup},
         )
 
@@ -108,11 +98,8 @@ class DetectionTask(Task):
             match = match_objects(
                 [found.box for found in parsed.objects],
                 boxes,
-                iou_threshold=self._iou_threshold,
-                top_k=self._top_k,
-                unmatched_prediction_cost=self._unmatched_prediction_cost,
-                unmatched_ground_truth_cost=self._unmatched_ground_truth_cost,
                 allowed=_same_label(parsed, labels) if self._same_label else None,
+                **self._matching,
             )
         with self.span("target"):
             return self._target(rollout, truth, tokenise, parsed, match)

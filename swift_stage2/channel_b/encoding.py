@@ -152,14 +152,7 @@ class Encoder:
             PromptMismatch: the server was asked another prompt.
             SampleError: the segment is longer than a pack.
         """
-        if rollout.prompt_token_ids != prompt.token_ids:
-            raise PromptMismatch(
-                "the server's prompt must equal the learner's, got "
-                f"num_server_tokens={len(rollout.prompt_token_ids)} num_learner_tokens={len(prompt.token_ids)}"
-                f" first_difference={_first_difference(rollout.prompt_token_ids, prompt.token_ids)}; "
-                "check that both use the same template, processor and pixel limits",
-                prompt.token_ids,
-            )
+        require_same_prompt(rollout, prompt)
         answer = target.token_ids + self._closing_ids
         weights = target.weights + (closing_weight,) * len(self._closing_ids)
         num_prompt, num_tokens = len(prompt.token_ids), len(prompt.token_ids) + len(answer)
@@ -261,7 +254,7 @@ class Encoder:
 
 
 def _model_without_weights(template: Any) -> Any:
-    """What the template asks for position ids: a model on the meta device.
+    """A model on the meta device, which the template asks for position ids.
 
     Made here, because the template would make it on first use by guessing its type from the files, which
     fails for a type that shares its architecture with another.
@@ -330,7 +323,16 @@ def _space(images: Sequence[Any], norm_bbox: str) -> tuple[int, int] | None:
     return width, height
 
 
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+def require_same_prompt(rollout: Rollout, prompt: PromptEncoding) -> None:
+    """Raises PromptMismatch when the server was asked another prompt than the sample's."""
+    theirs, ours = rollout.prompt_token_ids, prompt.token_ids
+    if theirs == ours:
+        return
+    pairs = enumerate(zip(theirs, ours, strict=False))
+    first_difference = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
+    raise PromptMismatch(
+        f"the server's prompt must equal the learner's, got num_server_tokens={len(theirs)} "
+        f"num_learner_tokens={len(ours)} first_difference={first_difference}; "
+        "check that both use the same template, processor and pixel limits",
+        ours,
     )

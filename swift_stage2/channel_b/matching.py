@@ -7,7 +7,6 @@ included. Called by the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +24,6 @@ class MatchResult:
     """Which prediction is which truth. All indices refer to the order in which the boxes were given."""
 
     pairs: tuple[tuple[int, int], ...]  # (prediction, truth), sorted by prediction
-    unmatched_predictions: tuple[int, ...]
-    unmatched_ground_truth: tuple[int, ...]
     gated: int  # candidates below the IoU threshold
     ious: tuple[float, ...] = ()  # of the pairs, in their order
 
@@ -78,8 +75,6 @@ def match_objects(
     pairs = tuple(assign(candidates)) if len(candidates.rows) else ()
     return MatchResult(
         pairs=pairs,
-        unmatched_predictions=_others((prediction for prediction, _ in pairs), num_predictions),
-        unmatched_ground_truth=_others((truth for _, truth in pairs), num_truths),
         gated=num_candidates - len(predictions),
         ious=tuple(float(ious[pair]) for pair in pairs),
     )
@@ -120,10 +115,6 @@ def _keep_best(chosen: NDArray[np.bool_], ious: NDArray[np.float64], top_k: int)
     above, tied = values[overfull] > last[overfull], values[overfull] == last[overfull]
     kept[overfull] = above | (tied & (np.cumsum(tied, axis=1) <= top_k - above.sum(axis=1, keepdims=True)))
     chosen[crowded] = kept
-
-
-def _others(taken: Iterable[int], count: int) -> tuple[int, ...]:
-    return tuple(sorted(set(range(count)).difference(taken)))
 
 
 def _check_boxes(name: str, boxes: ArrayLike) -> NDArray[np.float64]:

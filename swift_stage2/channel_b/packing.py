@@ -62,7 +62,7 @@ def decide_pack(
 
 
 def _fill(sizes: list[int], room: int) -> tuple[NDArray[np.int32], list[NDArray[np.bool_]]]:
-    """What segments 1, 2, … can fill of ``room`` tokens.
+    """The ways in which segments 1, 2, … can fill ``room`` tokens.
 
     Returns:
         Per total, the fewest segments that give exactly it, ``len(sizes)`` where none do; and per

@@ -2,8 +2,8 @@
 
 Text is never repaired. A bad object of an answer is dropped alone, with the first reason that applies; a tail that was
 cut off is dropped without one. Commas and space between objects only separate them: one too many or too few spoils no
-object. The grammar is RFC 8259, plus coordinate tokens as bare values and the NaN and Infinity that Python writes. No
-text of the model raises, nothing recurses, and every character is looked at a bounded number of times.
+object. Brackets say where an object ends; what stands between them is then read as Python reads JSON, coordinate tokens
+taken for strings. No text of the model raises, and every character is looked at a bounded number of times.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from swift_stage2.channel_b.dialects import DIALECTS, END_OF_TURN, OBJECT_LIST, Dialect
+from swift_stage2.channel_b.dialects import END_OF_TURN, OBJECT_LIST, Dialect
 from swift_stage2.errors import SampleError
 from swift_stage2.records import Box, ObjectDropReason
 
@@ -25,9 +25,17 @@ IntegerBox = tuple[int, int, int, int]
 _SEPARATORS = re.compile(r"[ \t\n\r,]*+")
 _OBJECT_NAME = re.compile(r"object_[0-9]+")
 # A hundred digits are more than any image needs, and few enough to square in floating point.
-_DIGITS = r"(?:0|[1-9][0-9]{0,99})"
-_INTEGER = re.compile(f"-?{_DIGITS}")
-_COORDINATE_TOKEN = re.compile(rf"<\|coord_({_DIGITS})\|>")
+_MOST_DIGITS = 100
+_COORDINATE_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,99})\|>")
+_SPACE = r"[ \t\n\r]*+"
+_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
+_KEY = re.compile(rf"({_STRING}){_SPACE}:{_SPACE}")
+# Where an element ends depends on brackets and commas outside strings; a string that is itself malformed still hides
+# what stands between its quotes.
+_ANY_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_STRUCTURE = re.compile(_ANY_STRING + r'|[{}\[\],"]', re.DOTALL)
+_STRING_OR_TOKEN = re.compile(_ANY_STRING + r"|<\|coord_[0-9]++\|>", re.DOTALL)
+_OPENER_OF = {"}": "{", "]": "["}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,251 +101,121 @@ class PredictedObject:
     box: IntegerBox
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DropCounts(Mapping[ObjectDropReason, int]):
-    """Dropped objects by reason, reasons that occurred only. Immutable, and equal to the same plain dict."""
-
-    _counts: Mapping[ObjectDropReason, int]
-
-    def __getitem__(self, reason: ObjectDropReason) -> int:
-        return self._counts[reason]
-
-    def __iter__(self) -> Iterator[ObjectDropReason]:
-        return iter(self._counts)
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
     """The objects of one answer in text order, what was dropped, and whether its container never closed."""
 
     objects: tuple[PredictedObject, ...]
-    dropped: DropCounts
+    dropped: Mapping[ObjectDropReason, int]
+    """By reason, reasons that occurred only."""
     truncated: bool
 
 
-def parse_rollout(text: str, dialect: str | Dialect = OBJECT_LIST) -> ParsedRollout:
-    """Reads an answer of the model.
+def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
+    """Reads an answer of the model; no text raises.
 
     The container starts at the dialect's first bracket. Text before it, after it and after the end of
     the turn is ignored. An answer without a container is truncated unless it is empty.
-
-    Raises:
-        ValueError: the dialect is unknown. No text raises.
     """
-    syntax = dialect if isinstance(dialect, Dialect) else _dialect_named(dialect)
     answer = text.partition(END_OF_TURN)[0]
-    start = answer.find(syntax.opener)
+    start = answer.find(dialect.opener)
     if start < 0:
-        return ParsedRollout((), DropCounts({}), truncated=bool(answer))
+        return ParsedRollout((), {}, truncated=bool(answer))
     objects: list[PredictedObject] = []
     dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
-    position = start + 1
-    truncated = True
-    while element := _read_element(answer, position, syntax):
-        if element.is_closer:
-            truncated = False
+    position: int | None = start + 1
+    while position is not None:
+        if match := _SEPARATORS.match(answer, position):
+            position = match.end()
+        if answer.startswith(dialect.closer, position):
+            return ParsedRollout(tuple(objects), dict(dropped), truncated=False)
+        name = None
+        if dialect.named and (key := _KEY.match(answer, position)):
+            name, position = str(json.loads(key[1])), key.end()
+        begin, position = position, _end_of_element(answer, position, dialect.closer)
+        if position is None:
             break
-        position = element.end
-        outcome = _judge_element(element, names, syntax)
+        outcome = _judge_element(name, answer[begin:position], names, dialect)
         if isinstance(outcome, PredictedObject):
             objects.append(outcome)
         else:
             dropped[outcome] += 1
-    return ParsedRollout(tuple(objects), DropCounts(dict(dropped)), truncated)
+    return ParsedRollout(tuple(objects), dict(dropped), truncated=True)
 
 
-def _dialect_named(name: str) -> Dialect:
-    if name not in DIALECTS:
-        raise ValueError(f"a dialect must be known, got dialect={name!r}; use one of {', '.join(DIALECTS)}")
-    return DIALECTS[name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Element:
-    """One element of the container, or its closer. ``members`` is None for what is not an object."""
-
-    end: int
-    name: str | None = None
-    members: Members | None = None
-    is_closer: bool = False
-
-
-def _read_element(text: str, position: int, syntax: Dialect) -> _Element | None:
-    """The next element of the container, or None if the text ends before the element does."""
-    if match := _SEPARATORS.match(text, position):
-        position = match.end()
-    if position == len(text):
-        return None
-    if text[position] == syntax.closer:
-        return _Element(position + 1, is_closer=True)
-    name = None
-    if syntax.named:
-        key = read_key(text, position)
-        if key is None:
-            return _skip(text, position, syntax, None)
-        name, position = key
-        if position == len(text):
-            return None
-    if text.startswith("{", position) and (found := read_object(text, position)):
-        members, end = found
-        return _Element(end, name, members)
-    return _skip(text, position, syntax, name)
-
-
-def _skip(text: str, position: int, syntax: Dialect, name: str | None) -> _Element | None:
-    end = skip_element(text, position, syntax.closer)
-    return None if end is None else _Element(end, name)
-
-
-def _judge_element(element: _Element, names: set[str], syntax: Dialect) -> PredictedObject | ObjectDropReason:
+def _judge_element(
+    name: str | None, element: str, names: set[str], dialect: Dialect
+) -> PredictedObject | ObjectDropReason:
     """The object, or the first reason against it; remembers the element's name."""
-    repeated = element.name in names
-    if element.name is not None:
-        names.add(element.name)
-    if element.members is None:
+    repeated = name in names
+    if name is not None:
+        names.add(name)
+    members = _read_members(element) if name is not None or not dialect.named else None
+    if members is None:
         return ObjectDropReason.NOT_AN_OBJECT
-    if syntax.named and (repeated or not _OBJECT_NAME.fullmatch(element.name or "")):
+    values = dict(members)
+    if dialect.named and (repeated or not _OBJECT_NAME.fullmatch(name or "")):
         return ObjectDropReason.UNEXPECTED_KEY
-    return _judge_members(element.members, syntax)
-
-
-def _judge_members(members: Members, syntax: Dialect) -> PredictedObject | ObjectDropReason:
-    values = dict(members.pairs)
-    if len(values) < len(members.pairs) or not values.keys() <= {syntax.label_key, syntax.box_key}:
+    if len(values) < len(members) or not values.keys() <= {dialect.label_key, dialect.box_key}:
         return ObjectDropReason.UNEXPECTED_KEY
-    if syntax.box_key not in values:
+    if dialect.box_key not in values:
         return ObjectDropReason.MISSING_BOX
-    coordinates = values[syntax.box_key]
+    coordinates = values[dialect.box_key]
     if not isinstance(coordinates, list) or len(coordinates) != 4:
         return ObjectDropReason.WRONG_ARITY
     box = _read_box(coordinates)
     if box is None:
         return ObjectDropReason.INVALID_BOX
-    label = values.get(syntax.label_key)
-    text = decode_string(label.lexeme).strip() if isinstance(label, Atom) and label.kind == "string" else ""
+    label = values.get(dialect.label_key)
+    text = label.strip() if isinstance(label, str) else ""
     return PredictedObject(text, box) if text else ObjectDropReason.MISSING_LABEL
 
 
-def _read_box(coordinates: list[Value]) -> IntegerBox | None:
+def _read_box(coordinates: list[Any]) -> IntegerBox | None:
     """Four coordinates of one kind, in order and not negative, or None."""
-    found = [_read_coordinate(value) for value in coordinates]
-    if len({kind for kind, _ in found}) > 1 or found[0][0] == "other":
+    tokens = [_COORDINATE_TOKEN.fullmatch(each) for each in coordinates if isinstance(each, str)]
+    if len(tokens) == 4:
+        coordinates = [int(token[1]) if token else None for token in tokens]
+    if any(type(each) is not int for each in coordinates):
         return None
-    x1, y1, x2, y2 = (value for _, value in found)
+    x1, y1, x2, y2 = coordinates
     return (x1, y1, x2, y2) if 0 <= x1 <= x2 and 0 <= y1 <= y2 else None
 
 
-def _read_coordinate(value: Value) -> tuple[str, int]:
-    """(integer | token | other, its value)."""
-    if isinstance(value, Atom):
-        if value.kind == "number" and _INTEGER.fullmatch(value.lexeme):
-            return "integer", int(value.lexeme)
-        lexeme = decode_string(value.lexeme) if value.kind == "string" else value.lexeme
-        if value.kind in ("string", "token") and (match := _COORDINATE_TOKEN.fullmatch(lexeme)):
-            return "token", int(match[1])
-    return "other", 0
+def _read_members(element: str) -> tuple[tuple[str, Any], ...] | None:
+    """The members of a JSON object in text order, repeated keys included; None for anything else.
+
+    Objects are tuples and arrays are lists, within it as well.
+    """
+    if not element.startswith("{"):
+        return None
+    if "<|coord_" in element:
+        element = _STRING_OR_TOKEN.sub(
+            lambda found: found[0] if found[0][0] == '"' else f'"{found[0]}"', element
+        )
+    try:
+        members: tuple[tuple[str, Any], ...] = _DECODER.decode(element)
+    except (ValueError, RecursionError):
+        return None
+    return members
 
 
-_SPACE = r"[ \t\n\r]*+"
-_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
-_LEXEME = re.compile(
-    _SPACE
-    + rf"(?:(?P<key>{_STRING}){_SPACE}:"
-    + rf"|(?P<string>{_STRING})"
-    + r"|(?P<number>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+)"
-    + r"|(?P<token><\|coord_[0-9]++\|>)"
-    + r"|(?P<mark>[{}\[\],])"
-    + r"|(?P<word>true|false|null|NaN|-?Infinity))"
-)
-_KEY = re.compile(rf"({_STRING}){_SPACE}:{_SPACE}")
-# Where a malformed element ends depends on brackets and commas outside strings; a string that is itself
-# malformed still hides what stands between its quotes.
-_STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\],"]', re.DOTALL)
-_OPENER_OF = {"}": "{", "]": "["}
+def _read_integer(lexeme: str) -> int | None:
+    return int(lexeme) if len(lexeme) <= _MOST_DIGITS else None
 
 
-class Atom(NamedTuple):
-    """A value without parts. ``kind`` is string, number, token or word; ``lexeme`` is its text."""
-
-    kind: str
-    lexeme: str
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_int=_read_integer)
 
 
-@dataclass(slots=True)
-class Members:
-    """The members of a JSON object in text order, repeated keys included."""
-
-    pairs: list[tuple[str, Value]] = field(default_factory=list)
-
-
-Value = Atom | Members | list["Value"]
-
-
-def decode_string(lexeme: str) -> str:
-    """The text of a well-formed JSON string literal."""
-    return str(json.loads(lexeme)) if "\\" in lexeme else lexeme[1:-1]
-
-
-def read_key(text: str, position: int) -> tuple[str, int] | None:
-    """A member's key and the position of its value, or None where no well-formed key stands."""
-    match = _KEY.match(text, position)
-    return (decode_string(match[1]), match.end()) if match else None
-
-
-def read_object(text: str, position: int) -> tuple[Members, int] | None:
-    """The object that opens at ``position`` and the position after it; None if it is malformed or cut."""
-    root = Members()
-    stack: list[Members | list[Value]] = [root]
-    key: str | None = None  # read, and still without its value
-    position += 1
-    after_value = after_comma = False
-    while stack:
-        match = _LEXEME.match(text, position)
-        if match is None:
-            return None
-        position = match.end()
-        kind = str(match.lastgroup)
-        lexeme = match[kind]
-        top = stack[-1]
-        if lexeme == "]" or lexeme == "}":
-            if after_comma or key is not None or isinstance(top, Members) != (lexeme == "}"):
-                return None
-            stack.pop()
-            after_value = True
-        elif after_value:
-            if lexeme != ",":
-                return None
-            after_value, after_comma = False, True
-        elif isinstance(top, Members) and key is None:
-            if kind != "key":
-                return None
-            key, after_comma = decode_string(lexeme), False
-        elif kind == "key" or lexeme == ",":
-            return None
-        else:
-            value: Value = Members() if lexeme == "{" else [] if lexeme == "[" else Atom(kind, lexeme)
-            if isinstance(top, Members):
-                top.pairs.append((str(key), value))
-            else:
-                top.append(value)
-            key, after_comma, after_value = None, False, isinstance(value, Atom)
-            if not isinstance(value, Atom):
-                stack.append(value)
-    return root, position
-
-
-def skip_element(text: str, position: int, closer: str) -> int | None:
+def _end_of_element(text: str, position: int, closer: str) -> int | None:
     """The position where the element at ``position`` ends, or None if the text ends before it does.
 
     An element that opens a bracket ends after the bracket that balances it. Any other ends in front of
     the next comma or of the container's ``closer``. Inside, a closing bracket ends everything opened
     since its own opener; one that nothing opened is skipped.
     """
-    bracketed = text[position] in "{["
+    bracketed = text.startswith(("{", "["), position)
     stack: list[str] = []
     open_counts = {"{": 0, "[": 0}
     while match := _STRUCTURE.search(text, position):

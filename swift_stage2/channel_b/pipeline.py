@@ -12,6 +12,7 @@ import math
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import (
+    MANY_GIVEN_UP,
     PERMUTED,
-    MismatchTally,
+    many_mismatches,
     misreading_servers,
     permuting_servers,
 )
@@ -66,7 +68,7 @@ _MOST_MISREAD = 64
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What the learner tells the pipeline at the start of every step. Times are ``time.monotonic`` seconds."""
+    """The learner's word to the pipeline at the start of every step. Times are ``time.monotonic`` seconds."""
 
     step: int
     started_s: float
@@ -79,48 +81,32 @@ class StepView:
     paused: bool
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pipeline:
     """One rank's channel-B producer. ``start`` and ``stop`` bound its thread's life."""
 
-    def __init__(
-        self,
-        *,
-        source: SampleSource,
-        client: RolloutClient,
-        make_request: Callable[[Sample], dict[str, Any]],
-        preprocessor: Preprocessor,
-        queue: ReadyQueue[Pack],
-        clock: VersionClock,
-        pacer: Pacer,
-        guard: TruncationGuard,
-        events: PipelineRecorder,
-        packing_length: int,
-        packing_min_fill_ratio: float,
-        redraw_dropped: bool,
-        max_attempts: int,
-        version_window: int,
-        ask_evaluation: Callable[[int], bool] | None = None,
-    ) -> None:
-        """``ask_evaluation`` asks for at most so many prompts of an evaluation; False when nothing came of it."""
-        self._source = source
-        self._client = client
-        self._make_request = make_request
-        self._preprocessor = preprocessor
-        self._queue = queue
-        self._clock = clock
-        self._pacer = pacer
-        self._guard = guard
-        self._events = events
-        self._packing_length = packing_length
-        self._packing_min_fill_ratio = packing_min_fill_ratio
-        self._redraw_dropped = redraw_dropped
-        self._max_attempts = max_attempts
-        self._version_window = version_window
-        self._ask_evaluation = ask_evaluation
+    source: SampleSource
+    client: RolloutClient
+    make_request: Callable[[Sample], dict[str, Any]]
+    preprocessor: Preprocessor
+    queue: ReadyQueue[Pack]
+    clock: VersionClock
+    pacer: Pacer
+    guard: TruncationGuard
+    events: PipelineRecorder
+    packing_length: int
+    packing_min_fill_ratio: float
+    redraw_dropped: bool
+    max_attempts: int
+    version_window: int
+    ask_evaluation: Callable[[int], bool] | None = None
+    """Asks for at most so many prompts of an evaluation; False when nothing came of it."""
+
+    def __post_init__(self) -> None:
         self._segments: list[Segment] = []
         self._aborted: set[SampleKey] = set()  # they are asked again first, and must then be let finish
         self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
-        self._mismatches = MismatchTally()
+        self._num_given_up: Counter[str] = Counter()  # by server, because it was asked another prompt
         self._view: StepView | None = None
         self._last_version_asked = -1
         self._meter = ProductionMeter()
@@ -130,7 +116,7 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
         self.failure: BaseException | None = None
         self.standing: Standing | None = None
-        """What the thread is at; None while there is nothing to do."""
+        """The thread's work; None while there is nothing to do."""
 
     def start(self) -> None:
         """Starts the thread; it idles until the first ``observe``."""
@@ -145,12 +131,12 @@ class Pipeline:
         """Asks the thread to end and waits for it; True iff it ended."""
         self._stop.set()
         self._wake.set()
-        self._preprocessor.interrupt()
+        self.preprocessor.interrupt()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         ended = not self._thread.is_alive()
         if ended:
-            self._preprocessor.close()
+            self.preprocessor.close()
         return ended
 
     @property
@@ -159,8 +145,8 @@ class Pipeline:
         return self._meter.pace
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
-        """What becomes of a pack that the queue dropped: its samples return for a new rollout."""
-        self._events.dropped(pack, reason)
+        """Returns the samples of a pack that the queue dropped for a new rollout."""
+        self.events.dropped(pack, reason)
         self._return_for_redraw(pack.keys, _RETURNS[reason])
 
     def _run(self) -> None:
@@ -168,7 +154,7 @@ class Pipeline:
             while not self._stop.is_set():
                 worked = self._work_once()
                 self.standing = None
-                self._events.enter(PipelineActivity.IDLE)
+                self.events.enter(PipelineActivity.IDLE)
                 if not worked:
                     self._wake.wait(_IDLE_SLICE_S)
                     self._wake.clear()
@@ -178,10 +164,10 @@ class Pipeline:
             if self._stop.is_set():
                 return  # what it used is being closed
             self.failure = error
-            self._preprocessor.interrupt()  # nobody asks it again, and the run may go on without
+            self.preprocessor.interrupt()  # nobody asks it again, and the run may go on without
             logger.exception("channel B's pipeline failed")
         finally:
-            self._events.enter(PipelineActivity.IDLE)
+            self.events.enter(PipelineActivity.IDLE)
 
     def _work_once(self) -> bool:
         view = self._view
@@ -189,16 +175,16 @@ class Pipeline:
             return False
         if num_samples := self._num_samples_wanted(view):
             return self._produce(num_samples)
-        if self._ask_evaluation is None:
+        if self.ask_evaluation is None:
             return False
         # Training comes first: an evaluation has what production leaves, one batch at a time.
         self._go_on_to(PipelineActivity.EVALUATING, "asks servers for an evaluation")
-        return self._ask_evaluation(view.max_prompts)
+        return self.ask_evaluation(view.max_prompts)
 
     def _num_samples_wanted(self, view: StepView) -> int:
-        if view.paused and self._last_version_asked == self._clock.current:
+        if view.paused and self._last_version_asked == self.clock.current:
             return 0
-        num_packs = self._pacer.decide(self._state(view)).num_packs
+        num_packs = self.pacer.decide(self._state(view)).num_packs
         if num_packs == 0:
             return 0
         wanted = math.ceil(num_packs * self._segments_per_pack) - len(self._segments)
@@ -210,10 +196,10 @@ class Pipeline:
         return PacingState(
             step=view.step,
             progress=progress,
-            current_version=self._clock.current,
+            current_version=self.clock.current,
             last_commit_step=view.last_commit_step,
             round_pending=view.round_pending,
-            ready_versions=self._queue.peek_versions(),
+            ready_versions=self.queue.peek_versions(),
             pace=self._meter.pace,
             slowest_pace=view.slowest_pace,
             packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
@@ -224,31 +210,30 @@ class Pipeline:
         """One production; False when nothing came of it, so that a lost server is not asked without a pause."""
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples, requests = [], []
-        draws = self._source.draw(num_samples)
-        most = min(len(draws) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
-        while len(draws) < most and self._misread.issuperset(each.key for each in draws):
-            draws += self._source.draw(1)  # they alone would make their server suspect again
-        for drawn in draws:
+        keys = self.source.draw(num_samples)
+        most = min(len(keys) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
+        while len(keys) < most and self._misread.issuperset(keys):
+            keys += self.source.draw(1)  # they alone would make their server suspect again
+        for key in keys:
             try:
-                if drawn.sample is None:
-                    raise drawn.error or SampleError("the row cannot be read")
-                requests.append(self._request(drawn.sample))
-                samples.append(drawn.sample)
+                sample = self.source.read(key)
+                requests.append(self._request(sample))
+                samples.append(sample)
             except SampleError as error:
-                self._quarantine(drawn.key, QuarantineReason.SAMPLE, str(error))
+                self._quarantine(key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return False
-        self._events.read(
+        self.events.read(
             [sample.key for sample in samples],
             # 1 of a task whose truth has no length
             num_objects=[len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples],
             num_pixels=[num_pixels(request) for request in requests],
         )
-        self._last_version_asked = self._clock.current
+        self._last_version_asked = self.clock.current
         self._go_on_to(PipelineActivity.TICKET, f"asks servers for {len(samples)} rollouts")
         started = time.monotonic()
-        outcome = self._client.generate(samples, requests)
-        self._events.batch(outcome, time.monotonic() - started)
+        outcome = self.client.generate(samples, requests)
+        self.events.batch(outcome, time.monotonic() - started)
         self._remember_aborted(outcome)
         self._take_back(outcome)
         for sample, message in outcome.quarantined:
@@ -277,49 +262,50 @@ class Pipeline:
                 reason = ReturnReason.ABORTED if sample.key in aborted else unanswered
                 reasons[reason].append(sample.key)
         for reason, keys in reasons.items():
-            self._source.give_back(keys, reason)
+            self.source.give_back(keys, reason)
         # A sample that does not answer even when it is asked alone would otherwise lead every batch to come.
         self._count_attempt(too_slow, ReturnReason.TIMED_OUT)
 
     def _request(self, sample: Sample) -> dict[str, Any]:
-        request = self._make_request(sample)
+        request = self.make_request(sample)
         return protect_from_abort(request) if sample.key in self._aborted else request
 
     def _prepare(self, rollouts: Sequence[Rollout]) -> None:
         if not rollouts:
             return
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
-        found = list(self._preprocessor.prepare(rollouts))
+        found = list(self.preprocessor.prepare(rollouts))
         pairs = list(zip(rollouts, found, strict=True))
         agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared)}
-        at_fault = misreading_servers(rollouts, found, self._client.note_agreement(agreed))
+        at_fault = misreading_servers(rollouts, found, self.client.note_agreement(agreed))
         at_fault |= dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
         self._misread -= {rollout.sample.key for rollout in rollouts}
         self._misread |= {rollout.sample.key for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
-            self._client.distrust(server, reason)
+            self.client.distrust(server, reason)
         for rollout, prepared in pairs:
             if rollout.server in at_fault:
                 self._give_up_answer(rollout, prepared)
                 continue
-            self._guard.observe(rollout.truncated)
+            self.guard.observe(rollout.truncated)
             if not isinstance(prepared, Prepared):
                 reason = QuarantineReason.SAMPLE
                 if isinstance(prepared, PromptMismatch):
                     reason = QuarantineReason.PROMPT
-                    if warning := self._mismatches.note(rollout.server, prepared):
-                        logger.warning(warning)
+                    self._num_given_up[rollout.server] += 1
+                    if self._num_given_up[rollout.server] == MANY_GIVEN_UP:
+                        logger.warning(many_mismatches(rollout.server, prepared))
                 self._quarantine(rollout.sample.key, reason, str(prepared))
                 continue
             self._segments.append(prepared.segment)
-            self._events.segment(prepared.segment, prepared.seconds)
-            self._events.matched(rollout, prepared.target, prepared.space)
+            self.events.segment(prepared.segment, prepared.seconds)
+            self.events.matched(rollout, prepared.target, prepared.space)
 
     def _give_up_answer(self, rollout: Rollout, prepared: Prepared | Refusal) -> None:
         """The server's fault, so that the sample returns as if it had not answered."""
         if isinstance(prepared, Prepared):
-            self._preprocessor.forget([prepared.segment])
-        self._source.give_back([rollout.sample.key], ReturnReason.FAILED)
+            self.preprocessor.forget([prepared.segment])
+        self.source.give_back([rollout.sample.key], ReturnReason.FAILED)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
@@ -330,39 +316,39 @@ class Pipeline:
             view = self._view
             chosen = decide_pack(
                 [segment.num_tokens for segment in self._segments],
-                self._packing_length,
-                self._packing_min_fill_ratio,
-                view is not None and self._pacer.is_starving(self._state(view)),
+                self.packing_length,
+                self.packing_min_fill_ratio,
+                view is not None and self.pacer.is_starving(self._state(view)),
             )
             if chosen is None:
                 return
             started = time.monotonic()
             segments = [self._segments[index] for index in chosen]
-            pack = self._preprocessor.pack(uuid.uuid4().hex, segments)
+            pack = self.preprocessor.pack(uuid.uuid4().hex, segments)
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._segments_per_pack += _SMOOTHING * (len(chosen) - self._segments_per_pack)
             # Told first: once offered, the learner may train it at any moment.
-            self._events.pack(pack, time.monotonic() - started)
-            self._queue.offer(pack, current_version=self._clock.current)
+            self.events.pack(pack, time.monotonic() - started)
+            self.queue.offer(pack, current_version=self.clock.current)
 
     def _drop_stale_segments(self) -> None:
-        current = self._clock.current  # read once: nothing may fall between two versions
+        current = self.clock.current  # read once: nothing may fall between two versions
         fresh: list[Segment] = []
         stale: list[Segment] = []
         for segment in self._segments:
-            is_still = is_fresh(segment.version, current=current, window=self._version_window)
+            is_still = is_fresh(segment.version, current=current, window=self.version_window)
             (fresh if is_still else stale).append(segment)
         if not stale:
             return
         self._segments = fresh
-        self._preprocessor.forget(stale)
+        self.preprocessor.forget(stale)
         for segment in stale:
-            self._events.stale_segment(segment)
+            self.events.stale_segment(segment)
         self._return_for_redraw([segment.key for segment in stale], ReturnReason.STALE)
 
     def _return_for_redraw(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
-        """What becomes of samples whose rollout was dropped untrained."""
-        if self._redraw_dropped:
+        """Gives samples whose rollout was dropped untrained back, or gives them up."""
+        if self.redraw_dropped:
             self._count_attempt(keys, reason)
             return
         for key in keys:
@@ -373,20 +359,20 @@ class Pipeline:
         """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
         again: list[SampleKey] = []
         for key in keys:
-            if key.attempt + 1 < self._max_attempts:
+            if key.attempt + 1 < self.max_attempts:
                 again.append(key)
                 continue
-            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
+            message = f"max_attempts={self.max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
             self._quarantine(key, QuarantineReason.TOO_SLOW, message)
-        self._source.give_back(again, reason)
+        self.source.give_back(again, reason)
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:
-        self._events.enter(activity)
+        self.events.enter(activity)
         self.standing = Standing(f"channel B's pipeline {what}")
 
     def _quarantine(self, key: SampleKey, reason: str, message: str) -> None:
-        self._source.settle_quarantined(key, reason, message)
-        self._events.quarantined(key, reason, message, self._source.origin_of(key))
+        self.source.settle_quarantined(key, reason, message)
+        self.events.quarantined(key, reason, message, self.source.origin_of(key))
 
     def _measure(self, seconds: float) -> None:
         view = self._view

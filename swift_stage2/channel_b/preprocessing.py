@@ -25,15 +25,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import swift_stage2
-from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.preprocessing_worker import (
-    Reply,
-    Setup,
-    read_batch,
-)
+from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
+from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
-from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, PromptMismatch, SampleError
+from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
 from swift_stage2.records import Pack, Rollout, Segment, Target
 from swift_stage2.telemetry.trace import Trace, untraced
 
@@ -115,7 +111,7 @@ class Preprocessor(Protocol):
     """Turns rollouts into segments and segments into packs."""
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
-        """What becomes of each rollout, in their order. Segments wait here until ``pack`` or ``forget``."""
+        """Each rollout as a segment, in their order. Segments wait here until ``pack`` or ``forget``."""
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         """Each rollout against its ground truth, in their order; nothing is kept."""
@@ -125,16 +121,19 @@ class Preprocessor(Protocol):
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """These will not be packed."""
+        return
 
     def interrupt(self) -> None:
         """Whatever is asked now, or later, need not be answered; from any thread."""
+        return
 
     def close(self) -> None:
         """Gives everything back; nobody asks any more. May be called again."""
+        return
 
 
-class ThreadPreprocessor:
-    """A ``Preprocessor`` that works when it is asked, on the thread that asks."""
+class ThreadPreprocessor(Preprocessor):
+    """Works when it is asked, on the thread that asks, within milliseconds. Each segment carries its own encoding."""
 
     def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
         self._encoder = encoder
@@ -143,48 +142,30 @@ class ThreadPreprocessor:
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
         for rollout in rollouts:
-            yield self._prepare(rollout)
+            started = time.monotonic()
+            try:
+                prompt = self._encoder.encode_prompt(rollout.sample)
+                segment, target = make_segment(rollout, prompt, self._encoder, self._task)
+            except (SampleError, MatchingError) as refusal:
+                yield refusal
+            else:
+                yield Prepared(segment, target, prompt.space, time.monotonic() - started)
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         for rollout in rollouts:
-            yield self._judge(rollout)
+            try:
+                prompt = self._encoder.encode_prompt(rollout.sample)
+                require_same_prompt(rollout, prompt)
+                yield Judged(make_target(rollout, prompt, self._encoder, self._task), prompt.space)
+            except (SampleError, MatchingError) as refusal:
+                yield refusal
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         return make_pack(pack_id, segments, self._encoder, self._packing_length)
 
-    def forget(self, segments: Sequence[Segment]) -> None:
-        """Each segment carries its own encoding here; nothing else is kept."""
 
-    def interrupt(self) -> None:
-        """What is asked takes milliseconds."""
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-    def _prepare(self, rollout: Rollout) -> Prepared | Refusal:
-        started = time.monotonic()
-        try:
-            prompt = self._encoder.encode_prompt(rollout.sample)
-            segment, target = make_segment(rollout, prompt, self._encoder, self._task)
-        except (SampleError, MatchingError) as refusal:
-            return refusal
-        return Prepared(segment, target, prompt.space, time.monotonic() - started)
-
-    def _judge(self, rollout: Rollout) -> Judged | Refusal:
-        try:
-            prompt = self._encoder.encode_prompt(rollout.sample)
-            if rollout.prompt_token_ids != prompt.token_ids:
-                raise PromptMismatch(
-                    "the server was asked another prompt than the learner's", prompt.token_ids
-                )
-            target = make_target(rollout, prompt, self._encoder, self._task)
-        except (SampleError, MatchingError) as refusal:
-            return refusal
-        return Judged(target, prompt.space)
-
-
-class ProcessPreprocessor:
-    """A ``Preprocessor`` whose work is done elsewhere. The process starts here and is ready after ``await_ready``.
+class ProcessPreprocessor(Preprocessor):
+    """Has its work done elsewhere. The process starts here and is ready after ``await_ready``.
 
     All that asks it raises ``PreprocessorLost`` when it failed, ended or does not answer.
     """

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from itertools import islice
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -20,7 +20,7 @@ from swift_stage2.scheduling.version_clock import is_fresh
 
 
 class Versioned(Protocol):
-    """What the queue asks of a pack."""
+    """All that the queue asks of a pack."""
 
     @property
     def version(self) -> int:
@@ -28,7 +28,7 @@ class Versioned(Protocol):
 
 
 class Weighed(Versioned, Protocol):
-    """What ``reserve(min_tokens=…)`` asks of a pack on top."""
+    """All that ``reserve(min_tokens=…)`` asks of a pack."""
 
     @property
     def num_supervised_tokens(self) -> int:
@@ -189,19 +189,13 @@ class ReadyQueue(Generic[PackT]):
                 self._on_drop(pack, reason)
 
 
-class _ReservationState(Enum):
-    HELD = auto()
-    TAKEN = auto()
-    RELEASED = auto()
-
-
 class Reservation(Generic[PackT]):
     """Packs set aside for one step: `take` them, or `release` them. One owner, the learner's main thread."""
 
     def __init__(self, queue: ReadyQueue[PackT], packs: list[PackT]) -> None:
         self._queue = queue
         self._packs = packs
-        self._state = _ReservationState.HELD
+        self._spent_by = ""
 
     def take(self) -> list[PackT]:
         """Return the packs, oldest first; they are the caller's from now on.
@@ -209,10 +203,7 @@ class Reservation(Generic[PackT]):
         Raises:
             ReservationSpent: it was taken or released before.
         """
-        self._require_held("take")
-        self._state = _ReservationState.TAKEN
-        packs, self._packs = self._packs, []
-        return packs
+        return self._spend("take()")
 
     def release(self) -> None:
         """Put the packs back in front in their old order; over the limit, the front drops. Twice is once.
@@ -220,16 +211,15 @@ class Reservation(Generic[PackT]):
         Raises:
             ReservationSpent: it was taken before.
         """
-        if self._state is _ReservationState.RELEASED:
-            return
-        self._require_held("release")
-        self._state = _ReservationState.RELEASED
-        packs, self._packs = self._packs, []
-        self._queue._put_back(packs)
+        if self._spent_by != "release()":
+            self._queue._put_back(self._spend("release()"))
 
-    def _require_held(self, call: str) -> None:
-        if self._state is not _ReservationState.HELD:
+    def _spend(self, call: str) -> list[PackT]:
+        if self._spent_by:
             raise ReservationSpent(
-                f"a reservation is taken or released once, got {call}() after it was {self._state.name.lower()}; "
-                "reserve again for the next step"
+                f"a reservation is taken or released once, got {call} after {self._spent_by}; reserve again for the "
+                "next step"
             )
+        self._spent_by = call
+        packs, self._packs = self._packs, []
+        return packs

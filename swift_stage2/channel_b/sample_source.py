@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ import torch
 
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
-from swift_stage2.errors import DatasetError, SampleError
+from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +58,6 @@ class ReturnReason(StrEnum):
     def counts_attempt(self) -> bool:
         """True if this return counts as an attempt. A server's fault does not."""
         return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One draw: a sample, or the reason why the row behind the key cannot be used."""
-
-    key: SampleKey
-    sample: Sample | None
-    error: SampleError | None = None
 
 
 class SampleSource:
@@ -115,13 +106,17 @@ class SampleSource:
         self._again: deque[SampleKey] = deque()
         self._outstanding: dict[tuple[int, int], SampleKey] = {}
 
-    def draw(self, count: int) -> list[Drawn]:
-        """The next ``count`` samples: those that came back first, then new ones."""
+    def draw(self, count: int) -> list[SampleKey]:
+        """The keys of the next ``count`` samples: those that came back first, then new ones."""
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             if keys:
-                self._events.drawn(keys)
-        return [self._read(key) for key in keys]
+                self._events.write(Entry.DRAWN, keys)
+        return keys
+
+    def read(self, key: SampleKey) -> Sample:
+        """The sample behind a key. Raises SampleError as ``read_sample`` does."""
+        return read_sample(self._rows, self._task, key)
 
     def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Puts drawn samples back to be drawn again, in the order given, before any new one."""
@@ -132,19 +127,19 @@ class SampleSource:
             self._outstanding.update(((key.epoch, key.position), key) for key in kept)
             self._again.extend(kept)
             if kept:
-                self._events.returned(kept, reason)
+                self._events.write(Entry.RETURNED, kept, reason=reason)
 
     def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
             self._settle(keys)
-            self._events.trained(keys, pack_id=pack_id, step=step, version=version)
+            self._events.write(Entry.TRAINED, keys, pack_id=pack_id, step=step, version=version)
 
     def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> None:
         """Ends the life of a sample that is given up."""
         with self._lock:
             self._settle([key])
-            self._events.quarantined(key, reason, message)
+            self._events.write(Entry.QUARANTINED, [key], reason=reason, message=message)
 
     def origin_of(self, key: SampleKey) -> RowOrigin:
         """The file, line and images of a sample's row."""
@@ -165,7 +160,7 @@ class SampleSource:
         """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the ledger in the same moment."""
         with self._lock:
             state = self._state()
-            self._events.checkpoint(step=step, save_id=save_id, state=state)
+            self._events.write(Entry.CHECKPOINT, step=step, save_id=save_id, state=state)
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +196,7 @@ class SampleSource:
             "num_rows": len(self._usable),
             "world_size": self._world_size,
             "seed": self._seed,
-            "outstanding": [[key.epoch, key.position, key.index, key.attempt] for key in keys],
+            "outstanding": [key.entry for key in keys],
         }
 
     def _settle(self, keys: Sequence[SampleKey]) -> None:
@@ -224,12 +219,6 @@ class SampleSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
         return [self._usable[number] for number in permutation[self._rank :: self._world_size]]
-
-    def _read(self, key: SampleKey) -> Drawn:
-        try:
-            return Drawn(key, read_sample(self._rows, self._task, key))
-        except SampleError as error:
-            return Drawn(key, None, error)
 
 
 def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[int]:

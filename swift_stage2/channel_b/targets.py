@@ -24,7 +24,7 @@ SPACE = " \t\n\r"
 
 
 class TokenGroup(StrEnum):
-    """What a piece of a target says. Weights are configured per group."""
+    """The role of a piece of a target. Weights are configured per group."""
 
     STRUCTURE = "structure"  # brackets, keys, quotes, and what stands between objects
     MATCHED_LABEL = "matched_label"
@@ -106,7 +106,7 @@ class AnswerFormat:
         return "".join(text for text, _ in self.pieces(objects, [True] * len(objects)))
 
     def joined(self, other: AnswerFormat) -> AnswerFormat | None:
-        """What both show together; None if they contradict each other."""
+        """Everything that both show; None if they contradict each other."""
         if any(getattr(self, name) != getattr(other, name) for name in self.seen & other.seen):
             return None
         added = {name: getattr(other, name) for name in other.seen - self.seen}

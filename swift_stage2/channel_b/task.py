@@ -1,4 +1,4 @@
-"""What a row's answer should say and what becomes of one that the model gave: the ``Task``, and those that there are.
+"""The ``Task`` says how a row should be answered and corrects what the model said; a table names those that there are.
 
 Everything that knows what an answer means is here; the pipeline, evaluation and the checks before a run ask the task.
 ``stage2_ab.task`` names one. Detection is shipped; a file of ms-swift's ``external_plugins`` may register others.
@@ -54,7 +54,7 @@ class Task(ABC):
 
     @abstractmethod
     def read_truth(self, row: Mapping[str, Any]) -> Any:
-        """What the answer to a row should say, in the row's own units; anything that can be pickled.
+        """The truth that the answer to a row should tell, in the row's own units; anything that can be pickled.
 
         Raises:
             SampleError: the row does not tell.

@@ -228,7 +228,7 @@ class EvaluationConfig:
 class Stage2AbConfig:
     schedule: ScheduleConfig
     task: str = "detection"
-    """What an answer means: a task that is shipped or that a file of ``swift.external_plugins`` registers."""
+    """The meaning of an answer: a task that is shipped or that a file of ``swift.external_plugins`` registers."""
     starvation: StarvationConfig = field(default_factory=StarvationConfig)
     channel_b: ChannelBConfig = field(default_factory=ChannelBConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -1,4 +1,4 @@
-"""What a training JSONL says of itself, row by row, without a model: for ``data check``, doctor, launch and train.
+"""Checks a training JSONL row by row, without a model: for ``data check``, doctor, launch and train.
 
 fault         what is wrong with a row, and where it stands
 files         which files a configuration names

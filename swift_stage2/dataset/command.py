@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dialect=DIALECTS[options.dialect] if options.dialect else None,
             decode=options.decode,
             needs_objects=not options.rows_without_objects,
+            judge_objects=options.task in SHIPPED_TASKS,
             on_progress=_progress(files, stack),
         )
     status = EXIT_FAULTS if findings.num_faults else 0
@@ -97,6 +99,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses=statuses,
     )
     check.add_argument("files", nargs="+", metavar="FILE.jsonl")
+    check.add_argument(
+        "--task",
+        default=SHIPPED_TASKS[0],
+        metavar="NAME",
+        help="stage2_ab.task (default %(default)s); of your own task's rows only form and images are checked",
+    )
     check.add_argument("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
     check.add_argument(
         "--decode",
@@ -119,7 +127,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check.add_argument("--output", metavar="NEW.jsonl", help="with --apply-exif: the file to write")
     options = parser.parse_args(argv)
     if (options.apply_exif is None) != (options.output is None):
-        parser.error("--apply-exif and --output go together")
+        check.error("--apply-exif and --output go together")
     if options.apply_exif is not None and len(options.files) != 1:
         raise UserError(f"--apply-exif takes one file, got {len(options.files)}; rewrite them one by one")
     return options
@@ -141,7 +149,7 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
 
 
 def facts_of(findings: Findings) -> Iterator[str]:
-    """What is no fault, but worth knowing."""
+    """Facts that are no fault, but worth knowing."""
     if (shown := findings.answer_format) is not None:
         yield f"answers: dialect {shown.dialect}, written {shown.write([('label', (1, 2, 3, 4))])!r}"
     if (longest := findings.longest) is not None and longest.num_objects:

@@ -1,4 +1,4 @@
-"""What is wrong with one row, and where it stands. Made by ``row_check`` and ``survey``."""
+"""A fault of one row, and where it stands. Made by ``row_check`` and ``survey``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Rule(StrEnum):
-    """What a row can break, in the order in which it is told."""
+    """The rules that a row can break, in the order in which they are told."""
 
     LINE = "line is a row"
     OBJECTS = "objects"

@@ -69,7 +69,11 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"a line must be UTF-8 text, got a byte that is none: {error}; write the file as UTF-8"
     except (ValueError, RecursionError) as error:
-        return f"every line must be one JSON object: {error}; mend or remove the line"
+        # Not its own words: they count lines within this one.
+        cause = (
+            f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        )
+        return f"every line must be one JSON object: {cause}; mend or remove the line"
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         return "a row is an object with messages=[{'role': ..., 'content': ...}, ...]; write it so"

@@ -40,7 +40,7 @@ class Longest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was found in all files. ``counts`` holds every fault, ``faults`` the first of each rule, in order."""
+    """The findings in all files. ``counts`` holds every fault, ``faults`` the first of each rule, in order."""
 
     files: tuple[Path, ...]
     num_rows: int
@@ -169,7 +169,7 @@ class _Survey:
         )
 
     def _learn_format(self) -> AnswerFormat | None:
-        """What most answers are written in; tells of every answer that is written otherwise."""
+        """The format that most answers are written in; tells of every answer that is written otherwise."""
         if not self.num_written:
             return None
         num_in: Counter[Dialect] = Counter()

@@ -15,6 +15,7 @@ from typing import Any
 
 from swift_stage2.config import OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.process.ports import is_free
 from swift_stage2.rollout_server.command_line import CPU_SUPPORT, require_vllm
 
 TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
@@ -173,15 +174,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def held_ports(ports: tuple[int, ...]) -> list[int]:
     """Those of ``ports`` that somebody listens on."""
-    held = []
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((_LOOPBACK, port))
-            except OSError:
-                held.append(port)
-    return held
+    return [port for port in ports if not is_free(_LOOPBACK, port)]
 
 
 def _swift_arguments(job: DemoJob) -> dict[str, Any]:

@@ -1,32 +1,45 @@
 """``swift-stage2 demo``: the main job on one machine without a GPU, shown while it runs and judged at its end.
 
-Writes data and a YAML, starts ``swift-stage2 launch`` with it (two ranks beside a rollout server), follows the
-ranks' audits, scores the checkpoint before and after, and checks that nothing is left running.
+Writes data and a YAML, launches it (two ranks beside a rollout server), scores the checkpoint before and after, and
+checks that nothing is left running.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from swift_stage2.config import ServerEngine
-from swift_stage2.demo.child_runs import ChildRuns, remaining_children, score, train, words_of_launcher
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, held_ports, server_entry, write_config
+from swift_stage2.demo.demo_config import (
+    CHILD_ENVIRONMENT,
+    STAGE1,
+    DemoJob,
+    free_ports,
+    held_ports,
+    server_entry,
+    write_config,
+)
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.launch.job import Job, last_cause
+from swift_stage2.launch.launcher import launch
+from swift_stage2.launch.process_tree import Command, StopSignals
 from swift_stage2.report.terminal import summary_table
 from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
@@ -35,6 +48,8 @@ DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128
 WANTED_B_SHARE = 0.8
 _CLOCK_TOLERANCE_S = 0.001
+_SCORING_DEADLINE_S = 600.0
+_SCORING_GRACE_S = 10.0
 _FAILED = 1
 
 
@@ -42,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo.
 
     Returns:
-        0 when channel B ran at 80 % of its wanted steps or more and everything ended cleanly, else 1.
+        0 when channel B ran at 80 % of its wanted steps or more and everything ended cleanly, else 1, or the status of
+        a launch that failed.
 
     Raises:
         UserError: an option is out of range, or the output directory cannot be used.
@@ -61,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine=ServerEngine(arguments.engine),
         record=arguments.record,
     )
-    ports = free_ports(2)
-    write_config(job, (ports[0], ports[1]))
+    http_port, group_port = ports = free_ports(2)
+    write_config(job, (http_port, group_port))
     scenes = write_scenes(
         directory,
         arguments.kind,
@@ -70,13 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_held_out=NUM_HELD_OUT,
         seed=arguments.seed,
     )
+    os.environ.update(CHILD_ENVIRONMENT)
+    if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
+        return status
+    _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
     try:
-        with ChildRuns(_show_launcher) as children:
-            train(children, job, LiveView(sys.stdout))
-            _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
-            before, after = score(
-                children, scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint)
-            )
+        before, after = _score(scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint))
     except ChildFailed as error:
         print_error("demo", error)
         return _FAILED
@@ -137,10 +152,44 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[DetectionScore]:
+    """Scores checkpoints alike, in one process that ends with this one.
+
+    Raises:
+        ChildFailed: it did not end well, or not by its deadline; names cause and log.
+        KeyboardInterrupt: a signal asked for the end.
+    """
+    files = ("--rows", str(held_out), "--out", str(out), *map(str, checkpoints))
+    argv = (sys.executable, "-m", "swift_stage2.demo.scoring", *files)
+    log_dir, end = out.parent / "logs", time.monotonic() + _SCORING_DEADLINE_S
+    log_dir.mkdir(exist_ok=True)
+    with StopSignals() as signals, Job(log_dir, signals, lambda line: None) as job:
+        tree = job.start(Command("evaluation", argv, dict(os.environ), _SCORING_GRACE_S))
+        while tree.poll() is None and signals.received is None and time.monotonic() < end:
+            job.step()
+        status = tree.poll()
+    if signals.received is not None:
+        raise KeyboardInterrupt
+    if status is None:
+        raise ChildFailed(f"scoring must end within {_SCORING_DEADLINE_S:.0f} s; see {tree.log_path}")
+    if status != 0:
+        raise ChildFailed(
+            f"scoring ended with status {status}: {last_cause(tree.log_path)}; see {tree.log_path}"
+        )
+    return [DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8"))]
+
+
+def remaining_children() -> list[str]:
+    """Processes below this one that are still there, by number and name."""
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone meanwhile
+            left.append("{pid} ({name})".format(**child.as_dict(["pid", "name"], "?")))
+    return left
+
+
 def _show_launcher(line: str) -> None:
-    """Shows the launcher's own words; those of servers and ranks are in the log."""
-    if (words := words_of_launcher(line)) is not None:
-        _say(words)
+    _say(line.removeprefix("[launch] "))
 
 
 def _say(text: str) -> None:

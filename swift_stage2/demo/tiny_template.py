@@ -20,16 +20,14 @@ from swift.model.models.qwen import Qwen2_5VLLoader  # noqa: E402
 from swift.template import get_template, register_template  # noqa: E402
 from swift.template.templates.qwen import Qwen2_5VLTemplate, QwenTemplateMeta  # noqa: E402
 
-from swift_stage2.demo.tiny_model import IMAGE_TOKEN_ID, VIDEO_TOKEN_ID  # noqa: E402
-
 TINY_VL = "stage2_tiny_vl"
 
 
 class TinyVLTemplate(Qwen2_5VLTemplate):  # type: ignore[misc]
     """The Qwen2.5-VL template with the small vocabulary's token ids and plain JSON answers."""
 
-    image_token_id = IMAGE_TOKEN_ID
-    video_token_id = VIDEO_TOKEN_ID
+    image_token_id = 6
+    video_token_id = 7
 
     def init_env_args(self) -> None:
         """Reads ms-swift's environment, except for the box format: the tiny model speaks only JSON."""
@@ -60,7 +58,7 @@ def register() -> None:
 
 
 def load_tiny_model(directory: str | os.PathLike[str]) -> tuple[Any, Any]:
-    """Model (float32, on the CPU) and processor of a directory that ``tiny_model.save_model`` wrote."""
+    """Model (float32, on the CPU) and processor of a copy of ``stage1``, or of one that is trained further."""
     model, processor = get_model_processor(
         os.fspath(directory), model_type=TINY_VL, torch_dtype=torch.float32, device_map="cpu"
     )

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.box import SIMPLE
@@ -39,7 +40,7 @@ from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known
 from swift_stage2.process.visible_devices import select_devices
-from swift_stage2.terminal.output import let_go
+from swift_stage2.terminal.output import let_go, quieten_libraries
 from swift_stage2.terminal.parser import CommandParser, rank_count
 
 EXIT_FAILED = 1
@@ -64,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     path = Path(options.config)
     data = read_yaml(path)
-    _quieten()
+    quieten_libraries()
     console = Console(stderr=True)
-    with ExitStack() as stack:
+    with _ended_in_order(), ExitStack() as stack:
         status = stack.enter_context(console.status("looking …")) if console.is_terminal else None
         exam = Examination(
             secrets=_secrets(data), on_begin=lambda check: status.update(f"{check} …") if status else None
@@ -80,6 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         end_process(status_code)
     return status_code
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave by way of every ``finally``, as Ctrl-C does, so that no folder is left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_process(status: int) -> None:
@@ -140,16 +156,6 @@ def _show(exam: Examination, options: argparse.Namespace, status_code: int) -> N
     if not console.is_terminal and console.width < _NARROWEST_COLUMNS:
         console = Console(width=_NARROWEST_COLUMNS)
     console.print(findings_table(exam.findings))
-
-
-def _quieten() -> None:
-    """Silences ms-swift and Hugging Face; the table alone is asked for."""
-    os.environ.setdefault("LOG_LEVEL", "ERROR")  # ms-swift's
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("swift").setLevel(logging.ERROR)
 
 
 def _secrets(data: dict[str, Any]) -> tuple[str, ...]:

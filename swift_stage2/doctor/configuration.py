@@ -16,7 +16,6 @@ from urllib.request import proxy_bypass
 
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.rules import Inequality
-from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
 from swift_stage2.launch.plan import LaunchPart, plan_launch
 from swift_stage2.preflight.checks import Known
@@ -37,11 +36,6 @@ def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
         exam.check("channel B is off", lambda: warning(*config.warnings[0].split("; ", 1)))
     if config.b_enabled:
         _show_rules(exam, config.inequalities(config.gradient_accumulation_steps))
-        exam.check("deadlines", lambda: _deadlines(config))
-        exam.check(
-            "combinations",
-            lambda: ok(f"none of the {len(UNSUPPORTED)} ms-swift settings that channel B refuses"),
-        )
     return loaded
 
 
@@ -74,16 +68,6 @@ def _shown(rule: Inequality) -> Outcome[None]:
         return ok(f"{rule.statement}: {rule.numbers}")
     found = f"{rule.refusal} ({rule.numbers})"
     return warning(found, rule.remedy) if rule.is_advice else failed(found, rule.remedy)
-
-
-def _deadlines(config: Stage2Config) -> Outcome[None]:
-    rollout = config.rollout
-    longest_drain_s = 2 * rollout.request_timeout_s
-    return ok(
-        f"all finite: request {rollout.request_timeout_s:g} s, start {rollout.start_timeout_s:g} s, "
-        f"sync {rollout.sync.timeout_s:g} s, control {config.control_timeout_s:g} s; a round pends for at most "
-        f"2 * {rollout.request_timeout_s:g} = {longest_drain_s:g} s and two steps"
-    )
 
 
 def check_launch_plan(config: Stage2Config, path: Path) -> Outcome[None]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import SampleError, Stage2Error, UserError
+from swift_stage2.errors import SampleError, Stage2Error, UserError, cut_remedy
 from swift_stage2.preflight.checks import Check, Known, due_checks
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+    """The row of one check. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
 
     section: str
     check: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[ValueT]):
-    """What a check hands back; ``value`` is for the checks that build on it."""
+    """A check hands this back; ``value`` is for the checks that build on it."""
 
     verdict: Verdict
     found: str
@@ -173,7 +173,7 @@ class Examination:
         try:
             return work()
         except (UserError, SampleError) as error:  # rule, got name=value; remedy
-            found, remedy = _cut_remedy(str(error))
+            found, remedy = cut_remedy(str(error))
             return failed(found, remedy or fix)
         except Stage2Error as error:
             return failed(str(error), fix)
@@ -199,13 +199,3 @@ def _outcome_of(check: Check, config: Stage2Config, known: Known) -> Outcome[Non
     if found.advice:
         return warning(f"{found.text}; {' | '.join(found.advice)}", found.remedy)
     return ok(found.text)
-
-
-def _cut_remedy(message: str) -> tuple[str, str]:
-    """What an error found and its remedy: cut at the last semicolon that no bracket holds."""
-    depth = 0
-    for place in range(len(message) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(message[place], 0)
-        if depth == 0 and message.startswith("; ", place):
-            return message[:place], message[place + 2 :]
-    return message, ""

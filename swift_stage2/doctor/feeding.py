@@ -1,6 +1,6 @@
 """Can the servers feed channel B? Rates, ages and the settings that fit, from a few timed calls. Pure.
 
-The rate that production reaches between rounds is the pacer's own (``Pacer.verdict``), not another model of it.
+The rate that production reaches between rounds is the pacer's own (``Pacer.load``), not another model of it.
 Units: seconds where a name ends in ``_s``, else optimizer steps; packs and rates are per rank unless said otherwise.
 """
 
@@ -21,7 +21,7 @@ _SEARCH_ROUNDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeding:
-    """What was configured and what was measured."""
+    """The configured and the measured numbers."""
 
     b_ratio: Fraction
     packs_per_b_step: int
@@ -45,7 +45,7 @@ class Feeding:
 
     @property
     def rollouts_per_b_step(self) -> float:
-        """What all ranks together train in one B step."""
+        """Rollouts that all ranks together train in one B step."""
         return self.packs_per_b_step * self.num_ranks * self.samples_per_pack
 
     @property
@@ -55,7 +55,7 @@ class Feeding:
 
     @property
     def prompts_per_post(self) -> int:
-        """What one rank asks for at once: its share of the servers, and no more than the target."""
+        """Prompts that one rank asks for at once: its share of the servers, and no more than the target."""
         share = max_prompts_in_flight(self.max_inflight_per_server, self.num_servers, self.num_ranks)
         return min(share, math.ceil(self.prefetch_target_packs * self.samples_per_pack))
 
@@ -71,7 +71,7 @@ class Feeding:
 
     @property
     def production_s(self) -> float:
-        """What such productions of all ranks take; a POST lies between the two sizes that were timed."""
+        """The time that such productions of all ranks take; a POST lies between the two sizes that were timed."""
         per_server = self.prompts_per_post * self.num_ranks / self.num_servers
         full = max(2, self.max_inflight_per_server)
         share = min(1.0, max(0.0, (per_server - 1) / (full - 1)))
@@ -84,7 +84,7 @@ class Feeding:
 
     @property
     def shortest_step_s(self) -> float:
-        """The step time from which on production keeps up with the schedule, by rate and by the pacer's verdict."""
+        """The step time from which on production keeps up with the schedule, by rate and by the pacer's load."""
         by_rate = self.rollouts_per_step / self.rollouts_per_s
         low, high = self.production_s * _SHARE_FOR_SEARCH, self.production_s / _SHARE_FOR_SEARCH
         for _ in range(_SEARCH_ROUNDS):
@@ -114,11 +114,11 @@ class Feeding:
             pace=ProductionPace(steps, steps),
             packs_per_production=self.packs_per_production,
         )
-        return max(by_rate, pacer.verdict(state).load)
+        return max(by_rate, pacer.load(state))
 
 
 def check_need(feeding: Feeding) -> Outcome[Feeding]:
-    """What the schedule asks for, whatever a step takes."""
+    """The rollouts that the schedule asks for, whatever a step takes."""
     turns = feeding.rollouts_per_b_step / feeding.num_rows
     again = (
         f"; the data has {feeding.num_rows} rows: one B step asks for each {turns:.1f} times"

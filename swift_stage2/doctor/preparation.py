@@ -33,7 +33,7 @@ _NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
 
 
 class LearnerPreparation(SwiftSft):  # type: ignore[misc]
-    """What the trainer would start from. Without weights it holds processor and template only."""
+    """The state that the trainer would start from. Without weights it holds processor and template only."""
 
     def __init__(self, arguments: Any, *, with_weights: bool) -> None:
         self._with_weights = with_weights

@@ -11,9 +11,9 @@ from pathlib import Path
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.managed_server import ListeningProbe, ManagedServer, Readiness, ReadinessProbe
+from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
-from swift_stage2.launch.process_tree import ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
 from swift_stage2.preflight.checks import Known, run_checks
@@ -24,7 +24,7 @@ from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.terminal.output import print_error
 
 _NO_SERVER_LEFT = 1
-_CHECK_PATIENCE_S = 60.0  # it imports ms-swift, which a loaded machine does slowly
+_CHECK_PATIENCE_S = 120.0  # it imports ms-swift, which a loaded machine does slowly
 
 
 def launch(
@@ -132,14 +132,11 @@ def run_plan(
     servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
     shows_logs = view is None or view.is_verbose
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=shows_logs) as job:
-        check = None
         if plan.argument_check is not None:
-            check = job.start(plan.argument_check, "checking argument names")
-        if _start_servers(job, signals, servers, check):
-            probes = [_readiness(server, plan, api_key, start_timeout_s) for server in servers]
-            _wait_until_answering(
-                job, signals, list(zip(servers, probes, strict=True)), check, start_timeout_s
-            )
+            _check_arguments(job, signals, plan.argument_check)
+        if _start_servers(job, signals, servers):
+            waiting = [(server, _probe(server, plan, api_key, start_timeout_s)) for server in servers]
+            _wait_until_answering(job, signals, waiting, start_timeout_s)
         if signals.received is None and plan.learner is None:
             _watch_servers(job, signals, servers)
         elif signals.received is None and plan.learner is not None:
@@ -159,9 +156,21 @@ def run_plan(
     return status
 
 
-def _start_servers(
-    job: Job, signals: StopSignals, servers: Sequence[ManagedServer], check: ProcessTree | None
-) -> bool:
+def _check_arguments(job: Job, signals: StopSignals, command: Command) -> None:
+    """Lets ms-swift's parser read the file before anything else starts; a check that itself fails stops nothing.
+
+    Raises:
+        ConfigError: the parser does not take an argument.
+    """
+    check, end = job.start(command, "checking ms-swift's arguments"), time.monotonic() + _CHECK_PATIENCE_S
+    while check.poll() is None and signals.received is None and time.monotonic() < end:
+        job.step()
+    if check.poll() == EXIT_USER_MISTAKE:
+        lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
+
+
+def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> bool:
     """Each as soon as it would take its own port; False when a signal came before all were started."""
     waiting = list(servers)
     while signals.received is None:
@@ -175,15 +184,15 @@ def _start_servers(
         if not waiting:
             return True
         job.step()
-        _refuse_arguments(job, check)
     return False
 
 
-def _readiness(
+def _probe(
     server: ManagedServer, plan: LaunchPlan, api_key: str | None, start_timeout_s: float
-) -> Readiness:
+) -> ReadinessProbe | None:
+    """None for a stock server beside a learner of another launch, which is asked nothing: that it listens is enough."""
     if plan.learner is None and server.planned.is_stock:
-        return ListeningProbe(server.refuse_foreigner, start_timeout_s)
+        return None
     return ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
 
 
@@ -201,70 +210,55 @@ def _watch_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServ
 def _wait_until_answering(
     job: Job,
     signals: StopSignals,
-    waiting: Sequence[tuple[ManagedServer, Readiness]],
-    check: ProcessTree | None,
+    waiting: Sequence[tuple[ManagedServer, ReadinessProbe | None]],
     start_timeout_s: float,
 ) -> None:
     """Until every server has answered, from the port and the process that were meant."""
-    notice = WaitNotice(job.say)
+    notice, end = WaitNotice(job.say), time.monotonic() + start_timeout_s
     with ExitStack() as probes:
         for _, probe in waiting:
-            probes.callback(probe.close)
+            if probe is not None:
+                probes.callback(probe.close)
         while waiting and signals.received is None:
             job.step()
-            _refuse_arguments(job, check)
             still_waiting = []
             for server, probe in waiting:
-                if server.ended() is not None:
-                    _let_end(job, signals, check)
-                    _refuse_arguments(job, check)
-                _refuse_missing(server, probe, start_timeout_s)
-                if probe.answered:
-                    server.refuse_foreigner(at_once=True)
+                _refuse_missing(server, probe)
+                answered = probe is not None and probe.answered
+                listens = server.refuse_foreigner(at_once=answered)
+                if answered or (probe is None and listens):
                     job.say(f"{server.name} answers at {server.planned.address.base_url}")
+                elif time.monotonic() >= end:
+                    _refuse_late(server, probe, start_timeout_s)
                 else:
-                    server.refuse_foreigner()
                     still_waiting.append((server, probe))
             waiting = still_waiting
             if waiting:
                 names = " and ".join(server.name for server, _ in waiting)
                 notice.remind(f"waiting for {names} to load", start_timeout_s)
         job.step()
-        _refuse_arguments(job, check)
 
 
-def _let_end(job: Job, signals: StopSignals, check: ProcessTree | None) -> None:
-    """What the check finds may be why a server has ended, and says it better than a status does."""
-    end = time.monotonic() + _CHECK_PATIENCE_S
-    while check is not None and check.poll() is None and signals.received is None and time.monotonic() < end:
-        job.step()
-
-
-def _refuse_arguments(job: Job, check: ProcessTree | None) -> None:
-    """Tells of a mistake that the argument check found; its failure for other reasons is no reason to stop."""
-    if check is not None and check.poll() == EXIT_USER_MISTAKE:
-        job.step()
-        lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
-
-
-def _refuse_missing(server: ManagedServer, probe: Readiness, start_timeout_s: float) -> None:
-    name, url, log_path = server.name, server.planned.address.base_url, server.trees[0].log_path
+def _refuse_missing(server: ManagedServer, probe: ReadinessProbe | None) -> None:
+    url = server.planned.address.base_url
     if (ended := server.ended()) is not None:
         tree, status = ended
         raise ServerUnavailable(
             f"{tree.command.name} ({url}) must answer before training starts, got exit status={status}; "
             f"see {tree.log_path}: {last_cause(tree.log_path, tree.log_offset)}"
         )
-    if probe.refusal is not None:
+    if probe is not None and probe.refusal is not None:
         raise ServerUnavailable(
-            f"{name} ({url}) must answer an /infer/, got: {probe.refusal}; see {log_path}"
+            f"{server.name} ({url}) must answer an /infer/, got: {probe.refusal}; see {server.trees[0].log_path}"
         )
-    if probe.expired:
-        raise ServerUnavailable(
-            f"{name} ({url}) must answer an /infer/ within start_timeout_s={start_timeout_s:g}, got: "
-            f"{probe.last_error}; see {log_path}, or raise rollout.start_timeout_s"
-        )
+
+
+def _refuse_late(server: ManagedServer, probe: ReadinessProbe | None, start_timeout_s: float) -> None:
+    error = "nothing listens there" if probe is None else probe.last_error
+    raise ServerUnavailable(
+        f"{server.name} ({server.planned.address.base_url}) must answer within start_timeout_s={start_timeout_s:g}, "
+        f"got: {error}; see {server.trees[0].log_path}, or raise rollout.start_timeout_s"
+    )
 
 
 def _follow(

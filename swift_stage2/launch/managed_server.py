@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from enum import Enum, auto
 
 from swift_stage2.config import RestartConfig, RestartPolicy
@@ -48,7 +47,8 @@ class ManagedServer:
     ) -> None:
         self.planned = planned
         self.trees: tuple[ProcessTree, ...] = ()
-        self._budget = RestartBudget(restart)
+        self._restart = restart
+        self._num_restarts = 0
         self._start_timeout_s = start_timeout_s
         self._quiet_patience_s = quiet_patience_s
         self._quiet_by: float | None = None  # while it waits for its port
@@ -140,13 +140,14 @@ class ManagedServer:
         self._plan_restart(job, text, status, now)
 
     def _plan_restart(self, job: Job, text: str, status: int, now: float) -> None:
-        delay_s = self._budget.next_delay_s(status)
+        delay_s = restart_delay_s(self._restart, status, self._num_restarts)
         if delay_s is None:
             self._state = _State.GONE
             job.say(text)
-        else:
-            self._state, self._moment = _State.ENDING, now + delay_s
-            job.say(f"{text}; it is started again in {delay_s:g} s ({self._budget.describe()})")
+            return
+        self._state, self._moment, self._num_restarts = _State.ENDING, now + delay_s, self._num_restarts + 1
+        number = f"restart {self._num_restarts} of {self._restart.max_restarts}"
+        job.say(f"{text}; it is started again in {delay_s:g} s ({number})")
 
     def _start_again(self, job: Job, now: float) -> None:
         if now < self._moment or now < self._next_look:
@@ -200,52 +201,15 @@ class ManagedServer:
         ]
 
 
-class RestartBudget:
-    """One server's restarts in one run."""
-
-    def __init__(self, config: RestartConfig) -> None:
-        self._config = config
-        self.num_restarts = 0
-
-    def next_delay_s(self, status: int) -> float | None:
-        """Seconds to wait before the next start of a server that ended with ``status``; None: leave it ended."""
-        config = self._config
-        if config.policy is RestartPolicy.NEVER or status == 0 or self.num_restarts >= config.max_restarts:
-            return None
-        delay_s = config.backoff_s * 2.0**self.num_restarts
-        self.num_restarts += 1
-        return delay_s
-
-    def describe(self) -> str:
-        """For people: which restart this is."""
-        return f"restart {self.num_restarts} of {self._config.max_restarts}"
+def restart_delay_s(config: RestartConfig, status: int, num_restarts: int) -> float | None:
+    """Seconds until the next start of a server that ended with ``status``; None: it stays ended."""
+    if config.policy is RestartPolicy.NEVER or status == 0 or num_restarts >= config.max_restarts:
+        return None
+    return config.backoff_s * 2.0**num_restarts
 
 
 _PAUSE_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
-
-
-class ListeningProbe:
-    """A server is ready when it listens, as a stock one does once its model is loaded."""
-
-    def __init__(self, listens: Callable[[], bool], timeout_s: float) -> None:
-        self.last_error = "nothing listens there"
-        self.refusal: str | None = None
-        self._listens = listens
-        self._end = time.monotonic() + timeout_s
-
-    @property
-    def answered(self) -> bool:
-        """True while it listens; raises what ``listens`` does."""
-        return self._listens()
-
-    @property
-    def expired(self) -> bool:
-        """True when the time is over."""
-        return time.monotonic() >= self._end
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 class ReadinessProbe:
@@ -258,7 +222,7 @@ class ReadinessProbe:
     def __init__(self, name: str, base_url: str, api_key: str | None, timeout_s: float) -> None:
         self.last_error = "no answer yet"
         self.refusal: str | None = None
-        """What no waiting mends: another API key, or a fault of the probe itself."""
+        """A fault that no waiting mends: another API key, or a fault of the probe itself."""
         self._session = ServerSession(base_url, api_key)
         self._end = time.monotonic() + timeout_s
         self._answered = threading.Event()
@@ -270,11 +234,6 @@ class ReadinessProbe:
     def answered(self) -> bool:
         """True once the server has answered."""
         return self._answered.is_set()
-
-    @property
-    def expired(self) -> bool:
-        """True when the time is over without an answer."""
-        return not self.answered and time.monotonic() >= self._end
 
     def close(self) -> None:
         """Stops asking. A POST in flight ends with its server, or with this process."""
@@ -299,6 +258,3 @@ class ReadinessProbe:
                 else:
                     self._answered.set()
                     return
-
-
-Readiness = ListeningProbe | ReadinessProbe

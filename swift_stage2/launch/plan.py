@@ -38,7 +38,7 @@ _KILL_MARGIN_S = 30  # torchrun needs its own time after the ranks' SIGKILL
 
 
 class LaunchPart(StrEnum):
-    """What of a configuration one ``launch`` starts."""
+    """The part of a configuration that one ``launch`` starts."""
 
     ALL = "all"
     """Servers and learner, on one machine."""
@@ -64,12 +64,12 @@ class PlannedServer:
 
     @property
     def commands(self) -> tuple[Command, ...]:
-        """What to start, in order."""
+        """Commands to start, in order."""
         return (self.command,) if self.merger is None else (self.command, self.merger)
 
     @property
     def restart_commands(self) -> tuple[Command, ...]:
-        """What to start when it is started again: its merger must not believe the old weights it comes up with."""
+        """Commands of another start: its merger must not believe the old weights it comes up with."""
         if self.merger is None:
             return self.commands
         return self.command, replace(self.merger, argv=(*self.merger.argv, "--needs-weights"))
@@ -87,7 +87,7 @@ class PlannedServer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts, in order. ``argument_check`` runs beside the servers' start.
+    """Everything that ``launch`` starts, in order. ``argument_check`` ends before the servers start.
 
     Without a ``learner`` there is one on other machines; ``rendezvous`` is what the ranks of all its hosts have in
     their environment, empty when it has one host.
@@ -257,7 +257,7 @@ def _server_arguments(
 
 
 def _rendezvous(process: LearnerProcess) -> dict[str, str]:
-    """What torchrun gives every rank of a static rendezvous."""
+    """The variables that torchrun gives every rank of a static rendezvous."""
     if process.rdzv_endpoint is None:
         return {}
     host, _, port = process.rdzv_endpoint.rpartition(":")
@@ -337,7 +337,7 @@ def _environment(
 
 
 def _refuse_shared_devices(placed: Iterable[tuple[str, Command]]) -> None:
-    """What the configuration cannot see, host by host: one device by its number and by its name."""
+    """Refuses, host by host, one device by its number and by its name, which the configuration cannot see."""
     owners: dict[tuple[str, str], str] = {}
     for host, command in placed:
         for device in filter(None, command.environment["CUDA_VISIBLE_DEVICES"].split(",")):

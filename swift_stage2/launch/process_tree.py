@@ -24,7 +24,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to start: a name for people, argv, the whole environment, seconds from SIGTERM to SIGKILL."""
+    """A command to start: a name for people, argv, the whole environment, seconds from SIGTERM to SIGKILL."""
 
     name: str
     argv: tuple[str, ...]

@@ -31,7 +31,7 @@ _MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
 
 
 def as_rank(work: Callable[[], int]) -> int:
-    """What ``work`` returns; its status, and the cause if it raised, is left for who started this rank."""
+    """Returns what ``work`` does, and leaves its status, and the cause if it raised, for who started this rank."""
     status, cause = _FAILED, ""
     try:
         status = work()

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -60,13 +59,12 @@ def main(argv: Sequence[str]) -> int:
         finally:
             os.close(pidfd)
             left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
-            abandoned = memory.unlink_abandoned()
-    if abandoned.removed:
-        print(f"removed shared memory that killed processes left: {', '.join(abandoned.removed)}", flush=True)
-    if abandoned.left:
+            removed, kept = memory.unlink_abandoned()
+    if removed:
+        print(f"removed shared memory that killed processes left: {', '.join(removed)}", flush=True)
+    if kept:
         print(
-            f"left in place, because it may be somebody else's: {', '.join(abandoned.left)}; remove it when nobody "
-            "needs it",
+            f"left in place, because it may be somebody else's: {', '.join(kept)}; remove it when nobody needs it",
             flush=True,
         )
     if left:
@@ -115,20 +113,11 @@ _DRAWN_NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Segments of a tree that has ended which nobody uses any more, by path."""
-
-    removed: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-    """Made while the tree ran, but perhaps not by it."""
-
-
 class SharedMemoryWatch:
     """Remembers the segments that processes had mapped, to remove those of their making that nobody uses any more."""
 
     def __init__(self) -> None:
-        """What exists by now is somebody else's for ever: construct it before the processes start."""
+        """Segments that exist by now are somebody else's for ever: construct it before the processes start."""
         self._before = {(name, _inode(name)) for name in glob.glob(f"{_DIRECTORY}*")}
         self._inodes: dict[str, int | None] = {}
         self._foreign: set[str] = set()
@@ -146,21 +135,26 @@ class SharedMemoryWatch:
         if new:  # whoever else holds a segment this early may have made it
             self._foreign |= new & mapped_by(_outside({process.pid for process in tree}))
 
-    def unlink_abandoned(self) -> Abandoned:
-        """Removes segments that were seen, are of the processes' making, still exist and are mapped by no process."""
+    def unlink_abandoned(self) -> tuple[list[str], list[str]]:
+        """Removes segments that were seen, are of the processes' making, still exist and are mapped by no process.
+
+        Returns:
+            Paths of those, and of such as were made while the processes ran, but perhaps not by them: they stay.
+        """
         candidates = {name for name, inode in self._inodes.items() if inode and _inode(name) == inode}
         candidates -= mapped_by(psutil.process_iter()) if candidates else set()
-        removed, left = [], []
+        removed: list[str] = []
+        kept: list[str] = []
         for name in sorted(candidates):
             if name in self._foreign or not _DRAWN_NAME.fullmatch(os.path.basename(name)):
-                left.append(name)
+                kept.append(name)
                 continue
             try:
                 os.unlink(name)
             except OSError:
                 continue  # somebody else was quicker
             removed.append(name)
-        return Abandoned(tuple(removed), tuple(left))
+        return removed, kept
 
 
 def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:

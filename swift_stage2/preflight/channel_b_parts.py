@@ -48,7 +48,7 @@ def make_task(config: Stage2Config) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class CheckedParts:
-    """What the data set and the template have become, and were checked as, on this rank."""
+    """The parts that data set and template have become, checked, on this rank."""
 
     encoder: Encoder
     task: Task

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a program has when it asks; a check whose need is not there is left out."""
+    """The things that a program has when it asks; a check whose need is not there is left out."""
 
     addresses: bool = False
     """Names of hosts may be resolved."""

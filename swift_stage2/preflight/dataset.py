@@ -38,7 +38,7 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
     refused: list[DatasetError] = []
     for argument, findings in surveyed.items():
         try:
-            refuse_faults(argument, findings)
+            refuse_faults(argument, findings, _options_of(config))
         except DatasetError as error:
             refused.append(error)
     for other in refused[1:]:
@@ -59,7 +59,7 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
 
 
 def survey_data(config: Stage2Config) -> dict[str, Findings]:
-    """What is found in the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
+    """Looks through the local JSONL files of ms-swift's ``dataset`` and of its ``val_dataset`` argument.
 
     Says now and then how far it is. Without channel B answers may be anything.
 
@@ -88,6 +88,14 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
     return found
 
 
+def _options_of(config: Stage2Config) -> str:
+    """Options with which ``data check`` judges these rows as a run with channel B does."""
+    channel_b, task = config.stage2_ab.channel_b, config.stage2_ab.task
+    options = "" if task in SHIPPED_TASKS else f" --task {task}"
+    allows_none = channel_b.rows_without_objects is not RowsWithoutObjects.REFUSE
+    return options + (" --rows-without-objects" if allows_none else "")
+
+
 def _progress() -> OnProgress:
     """A line now and then, from the first rank."""
     last_s = time.monotonic()
@@ -114,8 +122,11 @@ def _check_split(ratio: Any) -> None:
         )
 
 
-def refuse_faults(argument: str, findings: Findings) -> None:
-    """Raises DatasetError with the first fault and the number of rows that have any; faults are notes of it."""
+def refuse_faults(argument: str, findings: Findings, options: str = "") -> None:
+    """Raises DatasetError with the first fault and the number of rows that have any; faults are notes of it.
+
+    ``options``: with which ``data check`` judges as this check has done.
+    """
     faults = [fault for fault in findings.faults if not fault.rule.is_advice]
     if not faults:
         return
@@ -124,7 +135,7 @@ def refuse_faults(argument: str, findings: Findings) -> None:
         raise DatasetError(f"swift.{argument}: {first}")
     error = DatasetError(
         f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: {first}; "
-        f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}"
+        f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}{options}"
     )
     for rule in Rule:
         of_rule = [] if rule.is_advice else findings.of(rule)

@@ -58,7 +58,7 @@ They differ in the content of the other segments only; the first one has the sam
 
 @dataclass(frozen=True, slots=True)
 class IsolationBatches:
-    """What the model is run on."""
+    """The batches that the model is run on."""
 
     before: tuple[Group, ...]
     """Content stands before what is supervised: tokens and images."""
@@ -69,7 +69,7 @@ class IsolationBatches:
 
 
 def isolation_batches(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> IsolationBatches:
-    """What the check runs the model on; the part of it that only reads this rank's files.
+    """Makes what the check runs the model on; the part of it that only reads this rank's files.
 
     Raises:
         DatasetError: no segment can be made of any of the samples.

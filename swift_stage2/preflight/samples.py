@@ -21,7 +21,7 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
-from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.errors import ConfigError, DatasetError, SampleError, cut_remedy
 from swift_stage2.records import Sample, SampleKey
 
 _NUM_SAMPLES_LOOKED_AT = 64
@@ -47,14 +47,13 @@ def usable_samples(
     source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
-    for drawn in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
+    for key in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
         try:
-            if drawn.sample is None:
-                raise drawn.error or SampleError("the row cannot be read")
-            task.to_space(drawn.sample.truth, encoder.encode_prompt(drawn.sample).convert)
-            samples.append(drawn.sample)
+            sample = source.read(key)
+            task.to_space(sample.truth, encoder.encode_prompt(sample).convert)
+            samples.append(sample)
         except SampleError as error:
-            problems.append((drawn.key, error))
+            problems.append((key, error))
         if len(samples) == count:
             break
     if not samples:
@@ -72,7 +71,7 @@ def check_samples(
     samples: list[Sample],
     origins: RowOrigins | None = None,
 ) -> None:
-    """What only the real template and tokenizer can tell about the data and the settings.
+    """Checks what only the real template and tokenizer can tell about the data and the settings.
 
     Raises:
         ConfigError: another dialect than channel A's, or a pack that cannot hold the first prompt and its answer.
@@ -179,7 +178,7 @@ class RowLengths:
 
     @property
     def troubles(self) -> list[tuple[str, str]]:
-        """What does not fit, each with what to write."""
+        """Rows that do not fit, each kind with what to write."""
         found = []
         if self.num_unusable:
             found.append(
@@ -241,7 +240,7 @@ def measure_lengths(
             prompt, answer = ruler.measure(rows[number])
         except SampleError as error:
             num_unusable += 1
-            first_unusable = first_unusable or f"({origins.find(rows[number])}): {error}"
+            first_unusable = first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
             continue
         num_rows += 1
         for which, length in enumerate((prompt + answer, answer)):

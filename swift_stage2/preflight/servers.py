@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.config import OnPending, ServerConfig, Stage2Config
-from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
+from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable, cut_remedy
 from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
 from swift_stage2.process.route import addresses_of
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -124,7 +124,7 @@ def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[s
 
 
 def _lone_address(host: str) -> str:
-    """What ``host`` is where that means every machine itself, loopback or a wildcard; else, or if unknown, nothing."""
+    """The address of ``host`` where that means every machine itself, loopback or a wildcard; else nothing."""
     addresses = addresses_of(host, 0)
     if isinstance(addresses, str):
         return ""
@@ -158,9 +158,10 @@ def wait_for_servers(
         if told["refused"]:
             raise ConfigError(told["refused"])
         if told["missing"]:
+            missing, remedy = cut_remedy(told["missing"])
             raise ServerUnavailable(
                 f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
-                f"got no answer: {told['missing']}; start it, or correct rollout.servers"
+                f"got no answer: {missing}; {remedy or 'start it'}, or correct rollout.servers"
             )
         if told["answers"]:
             base_url = waiting.pop(0)

@@ -2,7 +2,7 @@
 
 Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
 in a traceback. As a program it reads section ``swift`` and all servers' ``args`` of a configuration, without a model:
-``launch``, which never loads ms-swift, runs it beside the servers. Exit status 2 and one line for the first mistake.
+``launch``, which never loads ms-swift, runs it before the servers. Exit status 2 and one line for the first mistake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift_stage2.compat import declare_operators
 from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
 from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, UserError
-from swift_stage2.nearest_word import closest
+from swift_stage2.nearest_word import closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
 
@@ -108,7 +108,7 @@ def _refusal(words: str, where: str) -> str:
             "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
             "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
         )
-    reason = " ".join(words.split())
+    reason = without_list(" ".join(words.split()))
     return f"ms-swift refuses {where}: {reason}; correct it (its option --NAME is the key NAME of {where})"
 
 

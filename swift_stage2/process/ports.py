@@ -91,6 +91,15 @@ def is_here(host: str) -> bool:
     return True
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether this user could listen there now."""
+    try:
+        refuse_busy(host, port, "")
+    except ConfigError:
+        return False
+    return True
+
+
 def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
     """Checks one port; ``key`` is the one in the configuration that names it. Returns its IP address and port.
 

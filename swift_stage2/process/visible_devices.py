@@ -1,4 +1,4 @@
-"""The GPUs that a process sees, and the cores that it runs on.
+"""The GPUs that a process sees.
 
 Devices of a configuration are taken out of those that the environment leaves visible. What is named and not there is
 refused: torch would fall back to the CPU, or to fewer, without a word.
@@ -6,9 +6,7 @@ refused: torch would fall back to the CPU, or to fewer, without a word.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from swift_stage2.errors import ConfigError, UserError
 
@@ -66,21 +64,3 @@ def _visible(environment: Mapping[str, str]) -> list[str]:
     if "-1" in named:  # CUDA reads the list up to there
         named = named[: named.index("-1")]
     return [word for word in named if word]
-
-
-def split_cores() -> tuple[set[int], set[int]]:
-    """The learner's half of the cores and everybody else's; of one core both get that."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
-
-
-@contextmanager
-def started_on(cores: set[int]) -> Iterator[None]:
-    """Processes started inside run on these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

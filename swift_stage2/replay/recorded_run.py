@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.records import SampleKey, VersionSpan
+from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, record_path
@@ -26,23 +26,12 @@ _VERDICT_FILE = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCompletion:
-    """What a server said to one sample."""
-
-    key: SampleKey
-    text: str
-    token_ids: tuple[int, ...]
-    truncated: bool
-    spans: tuple[VersionSpan, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RecordedPack:
-    """One pack that a step trained; ``completions`` in the order of its segments."""
+    """One pack that a step trained; ``completions`` in the order of its segments, without rows and prompts."""
 
     pack_id: str
     num_tokens: int
-    completions: tuple[RecordedCompletion, ...]
+    completions: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +127,7 @@ def read_verdict(output: Path) -> ReplayVerdict | None:
 
 
 def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
-    """What ``run_dir`` holds; with ``unfinished`` also the step that was planned and not ended.
+    """The run in ``run_dir``; with ``unfinished`` also the step that was planned and not ended.
 
     Raises:
         UserError: no record, a rank's is missing or damaged, no step was ended, or record and ledger disagree.
@@ -288,14 +277,20 @@ class _Join:
         completions = tuple(self._completion(step, sample) for sample in packed["samples"])
         return RecordedPack(pack_id, packed["num_tokens"], completions)
 
-    def _completion(self, step: int, sample: Sequence[int]) -> RecordedCompletion:
+    def _completion(self, step: int, sample: Sequence[int]) -> Rollout:
         line = self._completions.get(tuple(sample))
         if line is None:
             raise UserError(
                 f"the record of rank {self._rank} lacks what a server said to sample {':'.join(map(str, sample))}, "
                 f"which step {step} trained; a full disk leaves such holes"
             )
-        spans = tuple(VersionSpan(*span) for span in line["spans"])
-        return RecordedCompletion(
-            SampleKey(*sample), line["text"], tuple(line["token_ids"]), line["truncated"], spans
+        return Rollout(
+            sample=Sample(SampleKey(*sample), {}),
+            text=line["text"],
+            token_ids=tuple(line["token_ids"]),
+            prompt_token_ids=(),
+            truncated=line["truncated"],
+            seed=0,
+            server="the record",
+            spans=tuple(VersionSpan(*span) for span in line["spans"]),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
@@ -18,10 +18,8 @@ from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import LearnerEvents, StepDecision
 from swift_stage2.records import Pack, Rollout, Segment, StepRecord
-from swift_stage2.replay.recorded_run import RecordedCompletion, RecordedPack, RecordedStep
+from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
-
-_RECORD = "the record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class PackMaker:
             )
         return pack
 
-    def _segment(self, completion: RecordedCompletion) -> Segment:
-        key = completion.key
+    def _segment(self, completion: Rollout) -> Segment:
+        key = completion.sample.key
         if key.index >= len(self.rows):
             raise UserError(
                 f"the data set must be the run's, got num_rows={len(self.rows)}, the record names row {key.index}; "
@@ -58,16 +56,8 @@ class PackMaker:
         try:
             sample = read_sample(self.rows, self.task, key)
             prompt = self.encoder.encode_prompt(sample)
-            rollout = Rollout(
-                sample=sample,
-                text=completion.text,
-                token_ids=completion.token_ids,
-                prompt_token_ids=prompt.token_ids,  # that the server saw the same was checked in the run
-                truncated=completion.truncated,
-                seed=0,
-                server=_RECORD,
-                spans=completion.spans,
-            )
+            # That the server saw the same prompt was checked in the run.
+            rollout = replace(completion, sample=sample, prompt_token_ids=prompt.token_ids)
             return make_segment(rollout, prompt, self.encoder, self.task)[0]
         except (SampleError, MatchingError) as error:
             raise UserError(

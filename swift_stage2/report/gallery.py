@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,8 +20,6 @@ from PIL import Image
 from swift_stage2.channel_b.image_files import RASTER_FORMATS
 from swift_stage2.report.content import Section, Sentence, Tone, number
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
-from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger import Entry
 
 GALLERY_KEY = "gallery"
 DEFAULT_SIZE = 200
@@ -143,21 +141,6 @@ def filters_of(match: LoggedMatch) -> tuple[Filter, ...]:
     return tuple(name for name, held in holds.items() if held) or (Filter.ALL_RIGHT,)
 
 
-def fates_of(records: Iterable[Record]) -> dict[Key, str]:
-    """What became of every draw in one rank's effective history; a draw that is still in hand is absent."""
-    fates: dict[Key, str] = {}
-    drawn: dict[tuple[int, int], Key] = {}  # a return names the next attempt, not the one that ended
-    for record in records:
-        fate = _fate(record)
-        for epoch, position, row, attempt in record.get("samples", ()):
-            key = (epoch, position, row, attempt)
-            if record["kind"] == Entry.DRAWN:
-                drawn[epoch, position] = key
-            elif fate:
-                fates[drawn.pop((epoch, position), key)] = fate
-    return fates
-
-
 def thumbnail(path: str) -> str:
     """A data URI of a WebP image of at most ``MOST_SIDE`` pixels a side.
 
@@ -212,14 +195,3 @@ def _boxes(
 ) -> Iterator[_DrawnBox]:
     for index, one in enumerate(objects):
         yield (without_partner if index in alone else with_partner, *one.box, one.label)
-
-
-def _fate(record: Record) -> str | None:
-    match record["kind"]:
-        case Entry.TRAINED:
-            return f"trained at step {record['step']}"
-        case Entry.QUARANTINED:
-            return f"given up: {record['reason']}"
-        case Entry.RETURNED:
-            return f"not trained, asked again: {record['reason']}"
-    return None

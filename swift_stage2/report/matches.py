@@ -132,6 +132,7 @@ def _match(record: Record) -> LoggedMatch:
 
 
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_NOT_SHOWN = ("truncated_ratio",)
 _MOST_EVALUATIONS = 12
 
 
@@ -152,6 +153,11 @@ def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
     by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
     versions = sorted(by_version)
     evaluations = run.first.evaluations if run.first else []
+    told = dict.fromkeys(
+        name for record in evaluations for name in record["ratios"] if name not in _NOT_SHOWN
+    )
+    own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
+    measures = {**_NAMES, **own} if own else _NAMES
     parts: list[Part] = [
         _halves(versions, by_version),
         _chart(
@@ -160,14 +166,16 @@ def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
             "Rollouts against ground truth before correction, by the version of the weights that gave them.",
             "version",
             [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
+            _NAMES,
         ),
-        _evaluations(evaluations),
+        _evaluations(evaluations, measures),
         _chart(
             "evaluations",
             "Evaluations",
             "Greedy answers to the validation set, at the step at which each evaluation began.",
             "step",
             [(record["begun_step"], record["ratios"]) for record in evaluations],
+            measures,
         ),
     ]
     return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
@@ -213,29 +221,35 @@ def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
     return Table("Rollouts before correction", ("version", *_NAMES.values(), "rollouts"), tuple(rows))
 
 
-def _evaluations(evaluations: Sequence[Record]) -> Table:
+def _evaluations(evaluations: Sequence[Record], measures: Mapping[str, str]) -> Table:
     rows = tuple(
         (
             number(record["begun_step"]),
             number(record["version"]),
             f"{record['counts']['num_answered']} of {record['counts']['num_wanted']}",
-            *(number(record["ratios"].get(measure)) for measure in _NAMES),
+            *(number(record["ratios"].get(measure)) for measure in measures),
             str(record["end"]),
         )
         for record in evaluations[-_MOST_EVALUATIONS:]
     )
     title = f"The last {len(rows)} of {len(evaluations)} evaluations"
-    return Table(title, ("step", "version", "answered", *_NAMES.values(), "end"), rows)
+    return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)
 
 
 def _chart(
-    key: str, title: str, description: str, x_title: str, points: Sequence[tuple[float, Mapping[str, float]]]
+    key: str,
+    title: str,
+    description: str,
+    x_title: str,
+    points: Sequence[tuple[float, Mapping[str, float]]],
+    measures: Mapping[str, str],
 ) -> Chart:
     by_measure = {
         name: [(place, values[measure]) for place, values in points if measure in values]
-        for measure, name in _NAMES.items()
+        for measure, name in measures.items()
     }
+    y_title = "0 to 1" if measures is _NAMES else "value"
     series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
     return Chart(
-        key=key, title=title, description=description, x_title=x_title, y_title="0 to 1", series=series
+        key=key, title=title, description=description, x_title=x_title, y_title=y_title, series=series
     )

@@ -7,9 +7,9 @@ from itertools import chain
 
 from swift_stage2.report.content import Section, number
 from swift_stage2.report.drift import drift_section
-from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, fates_of, gallery_of, gallery_section
+from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of, gallery_section
 from swift_stage2.report.matches import matches_of, quality_section
-from swift_stage2.report.run_data import RunData, doubts_of
+from swift_stage2.report.run_data import RunData
 from swift_stage2.report.samples import Comparison, account_section, compare, draws_of, selection_section
 from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import (
@@ -44,18 +44,19 @@ class RunReport:
 
 def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
-    account = account_of(run.ledgers, doubts_of(run.witnesses, run.ledgers)) if run.ledgers else None
+    account = account_of(run.ledgers, run.doubts) if run.ledgers else None
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
     summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
     found = slowest(works)
     speed = found if isinstance(found, Speed) else None
-    comparisons = compare([draw for history in run.histories.values() for draw in draws_of(history)])
-    fates = {rank: fates_of(history) for rank, history in run.histories.items()}
+    draws = {rank: draws_of(chain.from_iterable(parts)) for rank, parts in run.histories.items()}
+    comparisons = compare(list(chain.from_iterable(draws.values())))
+    fates = {rank: {draw.key: draw.fate for draw in of_rank if draw.key} for rank, of_rank in draws.items()}
     gallery = gallery_of(matches, fates, gallery_size)
     sections = (
         verdict_section(works, summary, knobs, post_steps_of(run)),
         steps_section(run, summary),
-        time_section(run, speed.rank if speed else 0),
+        time_section(run, summary, speed.rank if speed else 0),
         queue_section(run, knobs.version_window, summary),
         drops_section(summary),
         rounds_section(run, summary),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,12 @@ _MOST_STEPS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What one rank's file in a checkpoint says of its samples."""
+    """One rank's file in a checkpoint, as far as it tells of samples."""
 
     name: str
     step: int
     save_id: str
     state: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Witness:
-    """What else is known of one rank."""
-
-    packs: set[tuple[int, str]] = field(default_factory=set)
-    """(step, pack) that the audit tells of; a step's ledger record is written before its audit record."""
-    ended_run: str | None = None
-    """The id of the last process, if its audit tells an orderly end, which its ledger tells before."""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Those on disk; the ledger's record of one is there before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +47,8 @@ class RunData:
     """By rank; empty without an audit."""
     ledgers: Mapping[int, Sequence[Record]]
     """As they were written; empty without channel B."""
-    histories: Mapping[int, tuple[Record, ...]]
-    """By rank, what counts of its ledger."""
+    histories: Mapping[int, Sequence[Process]]
+    """By rank, the part of its ledger that counts, process by process."""
     checkpoints: Mapping[int, Sequence[Checkpoint]]
     """By rank, those that lie in the directories."""
 
@@ -71,8 +59,8 @@ class RunData:
 
     @property
     def ledger_records(self) -> list[Record]:
-        """What counts of all ledgers, rank by rank."""
-        return list(chain.from_iterable(self.histories.values()))
+        """All that counts of all ledgers, rank by rank."""
+        return [record for parts in self.histories.values() for part in parts for record in part]
 
     def setting(self, *path: str) -> Any:
         """One key of the last process's configuration; None where it is not known."""
@@ -99,17 +87,24 @@ class RunData:
         )
 
     @property
-    def witnesses(self) -> dict[int, Witness]:
-        """By rank, what else tells of what its ledger must hold."""
-        found = {rank: Witness(checkpoints=list(each)) for rank, each in self.checkpoints.items()}
-        for records in self.ranks:
-            witness = found.setdefault(records.rank, Witness())
-            witness.packs = {
-                (number, pack["pack_id"]) for number, step in records.steps.items() for pack in step["packs"]
-            }
-            if records.has_ended and records.starts:
-                witness.ended_run = (records.starts[-1].get("settings") or {}).get("run_id")
-        return found
+    def doubts(self) -> tuple[str, ...]:
+        """Whatever audit and checkpoints tell and the ledgers lack, a sentence each."""
+        audits = {records.rank: records for records in self.ranks}
+        found: list[str] = []
+        for rank in sorted({*audits, *self.checkpoints}):
+            told = audits.get(rank, RankRecords(rank))
+            settings = told.starts[-1].get("settings") if told.has_ended and told.starts else None
+            found += doubts_of(
+                rank,
+                self.histories.get(rank, ()),
+                self.ledgers.get(rank, ()),
+                packs={
+                    (step["step"], pack["pack_id"]) for step in told.steps.values() for pack in step["packs"]
+                },
+                ended_run=(settings or {}).get("run_id"),
+                checkpoints=self.checkpoints.get(rank, ()),
+            )
+        return tuple(found)
 
 
 def read_run(run_dirs: Sequence[Path]) -> RunData:
@@ -129,12 +124,11 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
     # A directory without an audit is asked for its ledger too, so that what it lacks is told.
     asked = [each for each in run_dirs if rank_files(each, "ledger") or not rank_files(each, "audit")]
     ledgers = read_ledgers(asked) if asked else {}
-    histories = effective_histories(ledgers) if ledgers else {}
     return RunData(
         run_dirs=tuple(run_dirs),
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         ledgers=ledgers,
-        histories={rank: tuple(chain.from_iterable(parts)) for rank, parts in histories.items()},
+        histories=effective_histories(ledgers) if ledgers else {},
         checkpoints=_read_checkpoints(run_dirs),
     )
 
@@ -188,32 +182,33 @@ def _read_checkpoint(path: Path) -> Checkpoint | None:
     return Checkpoint(path.parent.name, step, save_id, state) if has_form(record, LEDGER_FORMS) else None
 
 
-def doubts_of(witnesses: Mapping[int, Witness], ledgers: Mapping[int, Sequence[Record]]) -> tuple[str, ...]:
-    """What ledgers lack of what others tell, a sentence each; both by rank."""
-    histories = effective_histories(ledgers)
-    return tuple(
-        doubt
-        for rank, witness in sorted(witnesses.items())
-        for doubt in _doubts(rank, witness, histories.get(rank, []), ledgers.get(rank, []))
-    )
-
-
-def _doubts(
-    rank: int, witness: Witness, history: Sequence[Process], ledger: Sequence[Record]
+def doubts_of(
+    rank: int,
+    history: Sequence[Process],
+    ledger: Sequence[Record],
+    *,
+    packs: Set[tuple[int, str]] = frozenset(),
+    ended_run: str | None = None,
+    checkpoints: Sequence[Checkpoint] = (),
 ) -> Iterator[str]:
+    """Sentences about one rank's ``ledger``, of which ``history`` counts.
+
+    Each is written before what it is compared with: the ``packs`` that the audit tells of, as (step, pack); the end of
+    the last process, ``ended_run``, if the audit tells an orderly one; the ``checkpoints`` on disk.
+    """
     records = list(chain.from_iterable(history))
     trained = {(record["step"], record["pack_id"]) for record in records if record["kind"] == Entry.TRAINED}
-    if missing := sorted(witness.packs - trained):
+    if missing := sorted(packs - trained):
         steps = sorted({step for step, _ in missing})
         yield (
-            f"rank {rank}: the audit tells of {len(witness.packs)} packs of channel B that steps trained, the ledger "
+            f"rank {rank}: the audit tells of {len(packs)} packs of channel B that steps trained, the ledger "
             f"lacks {len(missing)} of them, of {_named(steps)}"
         )
-    if history and witness.ended_run is not None and run_of(history[-1]) == witness.ended_run:
+    if history and ended_run is not None and run_of(history[-1]) == ended_run:
         is_numbered = history[-1][0].get("sequence") is not None  # earlier releases told no end
         if is_numbered and history[-1][-1]["kind"] != Entry.END:
             yield f"rank {rank}: the audit tells that the run ended in order, the ledger ends before that"
-    yield from _checkpoints(rank, witness.checkpoints, records, ledger)
+    yield from _checkpoints(rank, checkpoints, records, ledger)
 
 
 def _checkpoints(

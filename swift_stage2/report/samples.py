@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -20,7 +20,7 @@ from scipy.stats import mannwhitneyu
 from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, pairs
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount
+from swift_stage2.telemetry.ledger_account import Key, RankAccount, RunAccount, ledger_key
 from swift_stage2.telemetry.reading import RankRecords
 
 _MOST_SAMPLES = 8  # of one broken rule
@@ -143,7 +143,7 @@ _REMEDIES = {
 
 
 class Trait(StrEnum):
-    """What is compared."""
+    """A trait that is compared."""
 
     OBJECTS = "objects"
     PIXELS = "pixels"
@@ -167,6 +167,9 @@ class Draw:
     num_pixels: int | None = None
     num_rollout_tokens: int | None = None
     end: str = ""
+    key: Key | None = field(default=None, compare=False)
+    fate: str = field(default="", compare=False)
+    """The same end in words."""
 
     def value(self, trait: Trait) -> int | None:
         """The trait, None where it never became known."""
@@ -213,7 +216,7 @@ def draws_of(records: Iterable[Record]) -> list[Draw]:
         for number, sample in enumerate(record.get("samples", ())):
             place = (sample[0], sample[1])
             if kind == Entry.DRAWN:
-                open_draws[place] = Draw()
+                open_draws[place] = Draw(key=ledger_key(sample))
             elif (draw := open_draws.get(place)) is not None and _tell(draw, record, number):
                 ended.append(open_draws.pop(place))
     return ended
@@ -255,9 +258,11 @@ def _tell(draw: Draw, record: Record, number: int) -> bool:
         case Entry.MATCHED:
             draw.num_rollout_tokens = record["num_rollout_tokens"]
         case Entry.RETURNED:
-            draw.end = record["reason"]
-        case Entry.TRAINED | Entry.QUARANTINED:
-            draw.end = record["kind"]
+            draw.end, draw.fate = record["reason"], f"not trained, asked again: {record['reason']}"
+        case Entry.TRAINED:
+            draw.end, draw.fate = record["kind"], f"trained at step {record['step']}"
+        case Entry.QUARANTINED:
+            draw.end, draw.fate = record["kind"], f"given up: {record['reason']}"
     return bool(draw.end)
 
 

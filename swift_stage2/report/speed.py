@@ -15,28 +15,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity, in_seconds
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.reading import RankRecords
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
 FEWEST_QUIET = 5
-_FACTS = (
-    "steps_s",
-    "rounds_s",
-    "rollouts_s",
-    "inline_s",
-    "ideal_s",
-    "wall_s",
-    "speed_up",
-    "bound",
-    "fraction",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +79,21 @@ class ChannelPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """One rank's comparison; all in seconds."""
+    """One rank's comparison, in seconds; the module's first lines tell how it is computed."""
 
     rank: int
     paces: tuple[ChannelPace, ...]
-    rounds_s: float
     working_s: Mapping[str, float]
     """The pipeline's work by activity, for the packs that were trained."""
-    wall_s: float
-
-    @property
-    def steps_s(self) -> float:
-        """S."""
-        return sum(pace.num_steps * pace.quiet_s for pace in self.paces)
+    steps_s: float  # S
+    rounds_s: float  # R
+    rollouts_s: float  # P
+    inline_s: float
+    ideal_s: float
+    wall_s: float  # W
+    speed_up: float
+    bound: float
+    fraction: float
 
     @property
     def learner_s(self) -> float:
@@ -110,44 +101,14 @@ class Speed:
         return self.steps_s + self.rounds_s
 
     @property
-    def rollouts_s(self) -> float:
-        """P."""
-        return sum(self.working_s.values())
-
-    @property
     def learner_binds(self) -> bool:
         """Whether the rollouts would have had time left."""
         return self.learner_s > self.rollouts_s
 
     @property
-    def inline_s(self) -> float:
-        """One after another."""
-        return self.learner_s + self.rollouts_s
-
-    @property
-    def ideal_s(self) -> float:
-        """Side by side without any loss."""
-        return max(self.learner_s, self.rollouts_s)
-
-    @property
-    def speed_up(self) -> float:
-        """Measured."""
-        return self.inline_s / self.wall_s
-
-    @property
-    def bound(self) -> float:
-        """Amdahl's, from this run's own times."""
-        return self.inline_s / self.ideal_s
-
-    @property
-    def fraction(self) -> float:
-        """Of the bound that was reached."""
-        return self.ideal_s / self.wall_s
-
-    @property
     def facts(self) -> dict[str, float]:
         """Every number, by name."""
-        return {"rank": self.rank} | {name: getattr(self, name) for name in _FACTS}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.type in ("int", "float")}
 
 
 def works_of(run: RunData) -> list[RankWork]:
@@ -195,11 +156,6 @@ def trained_steps(records: RankRecords) -> list[TrainedStep]:
     ]
 
 
-def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
-    """Seconds by activity; empty without a clock."""
-    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
-
-
 def slowest(works: Iterable[RankWork]) -> Speed | str:
     """The comparison of the rank whose training part took longest, or what is missing for one."""
     found = [measure(work) for work in works]
@@ -221,12 +177,25 @@ def measure(work: RankWork) -> Speed | str:
     if not work.packs_made:
         return "no pack was made"
     share = work.packs_trained / work.packs_made
+    paces = tuple(paces_of(work.steps))
+    working_s = {name: work.pipeline_s.get(name, 0.0) * share for name in WORKING}
+    steps_s = sum(pace.num_steps * pace.quiet_s for pace in paces)
+    rounds_s, rollouts_s = work.syncing_s, sum(working_s.values())
+    inline_s, ideal_s = steps_s + rounds_s + rollouts_s, max(steps_s + rounds_s, rollouts_s)
+    wall_s = training_s + rounds_s
     return Speed(
         rank=work.rank,
-        paces=tuple(paces_of(work.steps)),
-        rounds_s=work.syncing_s,
-        working_s={name: work.pipeline_s.get(name, 0.0) * share for name in WORKING},
-        wall_s=training_s + work.syncing_s,
+        paces=paces,
+        working_s=working_s,
+        steps_s=steps_s,
+        rounds_s=rounds_s,
+        rollouts_s=rollouts_s,
+        inline_s=inline_s,
+        ideal_s=ideal_s,
+        wall_s=wall_s,
+        speed_up=inline_s / wall_s,
+        bound=inline_s / ideal_s,
+        fraction=ideal_s / wall_s,
     )
 
 

@@ -28,12 +28,11 @@ from swift_stage2.report.content import (
     thinned,
 )
 from swift_stage2.report.run_data import RunData
-from swift_stage2.report.speed import in_seconds
-from swift_stage2.telemetry.activity import NANOSECONDS
+from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.reading import RankRecords
-from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.telemetry.summary import RankActivity, RunSummary
 
 _MAIN_THREAD = "Main thread, seconds by activity"
 _SPREAD = ("median", "longest", "total")
@@ -62,13 +61,13 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
             pairs("Quality over the run", ratios),
             _rounds(summary),
             Table("Seconds by phase", ("phase", "times", *_SPREAD), phases),
-            _activities(_MAIN_THREAD, {each.rank: (each.seconds, each.wall_s) for each in summary.activity}),
+            _activities(_MAIN_THREAD, summary.activity),
         ]
     )
 
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
-    """What was wanted and what ran."""
+    """Steps that were wanted, and steps that ran."""
     parts: list[Part] = list(_steps(summary))
     if not any(records.starts or records.steps for records in run.ranks):
         told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
@@ -92,7 +91,7 @@ def _steps(summary: RunSummary) -> Iterator[Part]:
 
 
 def _gaps(summary: RunSummary) -> Iterator[Sentence]:
-    """What is missing in the audit that all numbers but the account of samples are made from."""
+    """Gaps in the audit that all numbers but the account of samples are made from."""
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
         yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
@@ -177,26 +176,23 @@ def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
 
 
 def drops_section(summary: RunSummary) -> Section:
-    """What was lost on the way, by cause."""
+    """Losses on the way, by cause."""
     return Section(
         "drops", "Drops", filled([_drops(summary)]) or (Sentence("Nothing was dropped.", Tone.GOOD),)
     )
 
 
-def time_section(run: RunData, shown_rank: int) -> Section:
+def time_section(run: RunData, summary: RunSummary, shown_rank: int) -> Section:
     """Where the main thread's and the pipeline's time went; the charts show ``shown_rank``."""
-    last = {records.rank: records.metrics[-1] for records in run.ranks if records.metrics}
-    main = {
-        rank: (in_seconds(each["activity_ns"]), each["wall_ns"] / NANOSECONDS) for rank, each in last.items()
-    }
-    pipeline = {
-        rank: (spent, record.get("pipeline_wall_ns", 0) / NANOSECONDS)
-        for rank, record in last.items()
-        if (spent := in_seconds(record.get("pipeline_ns")))
-    }
+    pipeline = [
+        RankActivity(records.rank, spent, last.get("pipeline_wall_ns", 0) / NANOSECONDS)
+        for records in run.ranks
+        for last in records.metrics[-1:]
+        if (spent := in_seconds(last.get("pipeline_ns")))
+    ]
     shown = next((records for records in run.ranks if records.rank == shown_rank), None)
     parts: list[Part | None] = [
-        _activities(_MAIN_THREAD, main),
+        _activities(_MAIN_THREAD, summary.activity),
         _main_thread(shown) if shown else None,
         _activities("Pipeline thread, seconds by activity", pipeline),
         _pipeline(shown) if shown else None,
@@ -205,13 +201,15 @@ def time_section(run: RunData, shown_rank: int) -> Section:
     return Section("time", "Where time went", filled(parts))
 
 
-def _activities(title: str, ranks: Mapping[int, tuple[Mapping[str, float], float]]) -> Table:
-    names = _spending([spent for spent, _ in ranks.values()])
+def _activities(title: str, ranks: Sequence[RankActivity]) -> Table:
+    names = _spending([each.seconds for each in ranks])
     rows = []
-    for rank, (spent, wall_s) in ranks.items():
-        total = sum(spent.values())
-        values = (f"{spent.get(name, 0):.2f}{share(spent.get(name, 0), total)}" for name in names)
-        rows.append((str(rank), *values, f"{total:.2f}", f"{wall_s:.2f}"))
+    for each in ranks:
+        total = sum(each.seconds.values())
+        values = (
+            f"{each.seconds.get(name, 0):.2f}{share(each.seconds.get(name, 0), total)}" for name in names
+        )
+        rows.append((str(each.rank), *values, f"{total:.2f}", f"{each.wall_s:.2f}"))
     return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from swift_stage2.report.content import Headline, Part, Section, Sentence, Table
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest, trained_steps
 from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.summary import RunSummary, UnusedB
+from swift_stage2.telemetry.summary import RunSummary, why_b_is_unused
 
 
 def verdict_section(
@@ -25,14 +24,14 @@ def verdict_section(
     speed = slowest(works)
     known = speed if isinstance(speed, Speed) else None
     found = list(bottlenecks(known, summary, knobs, post_steps))
-    unused = UnusedB(
+    unused = why_b_is_unused(
         num_wanted=summary.num_b_wanted,
         num_run=summary.num_b_run,
-        skips=Counter(summary.skips),
+        skips=summary.skips,
         num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
         num_proven=summary.num_rounds_committed,
-        errors=Counter(summary.server_errors),
-    ).describe()
+        errors=summary.server_errors,
+    )
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if known:
         parts += [_headline(known, summary), *_cautions(known)]
@@ -174,7 +173,7 @@ PostSteps = tuple[float, float] | None
 def bottlenecks(
     speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
 ) -> Iterator[Bottleneck]:
-    """What binds first, if the speed and the steps it was reached in are known; then what else costs something."""
+    """The part that binds, if speed and number of steps are known; then all else that costs something."""
     if speed and summary.num_steps:
         yield _binding(speed, summary, knobs)
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:

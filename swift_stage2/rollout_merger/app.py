@@ -165,8 +165,8 @@ class SilenceWatch:
                 left_s = begun + moment_s - time.monotonic()
                 if left_s <= 0:
                     self._warn(
-                        f"nothing listens at {self._base_url} after {moment_s:g} s ({reason}); start the server there, "
-                        "or correct --upstream; callers get 502 until then"
+                        f"nothing listens at {self._base_url} after {moment_s:g} s, and callers get 502: {reason}, or "
+                        "correct --upstream"
                     )
                     break
                 if self._closing.wait(min(left_s, _LOOK_INTERVAL_S)):

@@ -136,7 +136,7 @@ class Dispatcher:
             self._queue.remove(item)
 
     def health(self) -> dict[str, Any]:
-        """What the server did last, and what waits; never waits for the server."""
+        """The server's last call, and how much waits; never waits for the server."""
         with self._lock:
             last, running = self._last, self._running
             return {
@@ -255,7 +255,7 @@ class Dispatcher:
             self._num_requests += num_requests
         answered, detail = False, ""
         try:
-            reply = self._upstream.call(method, path, body, most_bytes=most_bytes)
+            reply = self._upstream.forward(method, path, body, most_bytes)
             answered, detail = True, f"status {reply.status}"
             return reply
         except (UpstreamLost, UpstreamTimeout) as error:
@@ -270,7 +270,7 @@ class Dispatcher:
                 self._is_lost &= not answered
 
     def _break(self, parts: Sequence[InferPart], error: UpstreamLost | UpstreamTimeout) -> None:
-        """What was lost is lost for all that was meant for the lost server, not only for what it was doing."""
+        """A lost server is lost for all that was meant for it, not only for what it was doing."""
         if isinstance(error, _NoWeights):
             pass  # refused here: the server itself is there, and a round's own calls may wait behind this one
         elif isinstance(error, UpstreamLost):
@@ -307,7 +307,7 @@ class Dispatcher:
         return "needs_weights" if self._needs_weights else "ok"
 
 
-class Upstream:
+class Upstream(ServerCaller):
     """Calls to the stock server.
 
     A ``ServerFault`` becomes ``UpstreamLost`` or ``UpstreamTimeout`` here alone; an answer that HTTP or its limit does
@@ -315,11 +315,10 @@ class Upstream:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
-        self._caller = ServerCaller(base_url, api_key=api_key)
-        self.base_url = self._caller.base_url
+        super().__init__(base_url, api_key=api_key)
         self._timeout_s = timeout_s
 
-    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Answer:
+    def forward(self, method: str, path: str, body: bytes, most_bytes: int) -> Answer:
         """Whatever the server answers, also an error status, with ``most_bytes`` beyond those sent.
 
         Raises:
@@ -327,7 +326,7 @@ class Upstream:
             UpstreamTimeout: no whole reply in time.
         """
         try:
-            return self._caller.call(
+            return self.call(
                 method, path, body, timeout_s=self._timeout_s, most_bytes=most_bytes + len(body), headers={}
             )
         except ServerFault as fault:
@@ -343,14 +342,6 @@ class Upstream:
                     raise UpstreamLost("the merger ends") from fault
                 case _:
                     raise UpstreamLost(str(fault)) from fault
-
-    def end(self) -> None:
-        """Cuts the call in progress and refuses later ones. Idempotent."""
-        self._caller.end()
-
-    def close(self) -> None:
-        """Frees the connection; after the last call has ended."""
-        self._caller.close()
 
 
 def _error_answer(error: Exception) -> Answer:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
+from swift_stage2.nearest_word import without_list
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id
 from swift_stage2.process.children import ServerChildren
 from swift_stage2.process.heap_trim import HeapTrim
@@ -136,7 +137,7 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     never_loaded = not engine.manifest()
     where = "" if Path(engine.model).exists() else " (no such directory is here: it was looked for on a hub)"
     what = f"model {engine.model} was not loaded{where}" if never_loaded else "the engine broke"
-    print_error("rollout", f"{what}: {broken.detail}")
+    print_error("rollout", f"{what}: {without_list(broken.detail)}")
     return _EXIT_USER_ERROR if never_loaded else 1
 
 
@@ -256,7 +257,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
 def swift_rollout_builder(
     swift_argv: Sequence[str], *, trusts_code: bool = False
 ) -> Callable[[], VllmGenerator]:
-    """What builds ms-swift's engine for these arguments of ``swift rollout``.
+    """A function that builds ms-swift's engine for these arguments of ``swift rollout``.
 
     It raises ConfigError for those that ms-swift's parser cannot read.
     """

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -58,7 +59,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RolloutService:
-    """What the routes talk to. ``incarnation`` is new at every start of the process."""
+    """Engine and rounds, as the routes talk to them. ``incarnation`` is new at every start of the process."""
 
     def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
         """``host``: the address to listen on for weights, too."""
@@ -96,12 +97,8 @@ class RolloutService:
         ready = status.state is EngineState.READY
         return ready, {
             "status": "ok" if ready else str(status.state),
+            **asdict(status),
             "state": self.state(),
-            "detail": status.detail,
-            "num_waiting": status.num_waiting,
-            "num_running": status.num_running,
-            "batches_run": status.batches_run,
-            "completions_made": status.completions_made,
         }
 
 

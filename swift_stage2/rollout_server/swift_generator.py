@@ -170,7 +170,7 @@ class EncodedRow:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRow:
-    """What was sampled, verbatim: the stop token is included, as vLLM and so the stock server do."""
+    """The tokens as they were sampled: the stop token is included, as vLLM and so the stock server do."""
 
     text: str
     token_ids: tuple[int, ...]

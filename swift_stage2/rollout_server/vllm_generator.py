@@ -149,7 +149,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         await self.engine.abort(request_id)
 
     async def load_weights(self, staged: StagedWeights, fault: str) -> list[dict[str, Any]]:
-        """What every worker reports of the load, see ``StagedWeightsExtension``."""
+        """Every worker's report of the load, see ``StagedWeightsExtension``."""
         arguments = (staged.path, staged.num_bytes, staged.layout, fault)
         reports: list[dict[str, Any]] = await self.engine.collective_rpc(
             "stage2_load_weights", args=arguments

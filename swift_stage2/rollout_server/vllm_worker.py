@@ -1,4 +1,4 @@
-"""What vLLM's worker processes do for our server: load staged weights, and say what they then hold.
+"""Lets vLLM's worker processes load staged weights for our server, and say what they then hold.
 
 Named to vLLM as ``worker_extension_cls``; imported in the workers only.
 """

@@ -34,7 +34,7 @@ _LEASE_S = 30.0
 
 
 class RoundState(StrEnum):
-    """What the server does with ``/infer/``: answers it, answers the round's own only, answers none."""
+    """Decides over ``/infer/``: all calls are answered, the round's own only, or none."""
 
     SERVING = "serving"
     ROUND_OPEN = "round_open"

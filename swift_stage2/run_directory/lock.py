@@ -63,7 +63,7 @@ class Holder:
     agent_pid: int
     """Its parent: torchrun's agent, for a rank."""
     rendezvous: str
-    """What the ranks of one torchrun share on all machines; empty outside of torchrun."""
+    """The same on all machines for the ranks of one torchrun; empty outside of torchrun."""
 
     def describe(self) -> str:
         """For a message."""

@@ -48,7 +48,7 @@ class EvaluationSchedule:
         self._round_due_step: int | None = None
         self.running: RunningEvaluation | None = None
         self.is_cut = False
-        """What runs may ask for no more, because a round is due; what is in flight still counts."""
+        """True when the one that runs may ask no more, because a round is due; what is in flight still counts."""
 
     @property
     def unfinished(self) -> int | None:
@@ -85,7 +85,7 @@ class EvaluationSchedule:
         return None if has_server else EvaluationEnd.NO_SERVER
 
     def end(self, *, again: bool = False) -> RunningEvaluation:
-        """What ran runs no more; ``again``: it is due anew, unless a newer one is. Raises ValueError when none ran."""
+        """Ends the one that runs; ``again``: it is due anew, unless a newer one is. Raises ValueError when none ran."""
         ended, self.running, self._round_due_step, self.is_cut = self.running, None, None, False
         if ended is None:
             raise ValueError("only an evaluation that runs can end, got none; ask reason_to_end first")

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
-_NUM_COMMON_ENTRIES = 7
+_FLAGS = ("not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted")
+_NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank knows at the start of a step that may change the plan of all."""
+    """Everything at the start of a step that one rank knows and that may change the plan of all."""
 
     not_reserved: bool = False
     """This rank holds no reservation; true as well when B is not wanted."""
@@ -46,30 +47,22 @@ class RankFacts:
         """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
         pace = self.pace or INSTANT
         return (
-            int(self.not_reserved),
-            int(self.pipeline_failed),
-            int(self.stop_requested),
-            int(self.truncation_guard),
-            int(self.evaluation_wanted),
+            *(int(getattr(self, flag)) for flag in _FLAGS),
             round(pace.typical_steps * _MILLI),
             round(pace.quick_steps * _MILLI),
-            *(int(suspect) for suspect in self.servers_suspect),
-            *(int(answers) for answers in self.servers_answer_again),
+            *map(int, self.servers_suspect),
+            *map(int, self.servers_answer_again),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateOutcome:
-    """What holds for all ranks at this step; equal on every rank."""
+class GateOutcome(RankFacts):
+    """The worst of every rank's facts at this step; equal on every rank."""
 
-    reserved_everywhere: bool
-    pipeline_failed: bool
-    stop_requested: bool
-    truncation_guard: bool
-    evaluation_wanted: bool
-    slowest_pace: ProductionPace
-    servers_suspect: tuple[bool, ...]
-    servers_answer_again: tuple[bool, ...]
+    @property
+    def slowest_pace(self) -> ProductionPace:
+        """Of all ranks' productions."""
+        return self.pace or INSTANT
 
     @property
     def num_proven_servers(self) -> int:
@@ -94,9 +87,9 @@ class GateOutcome:
         """
         if not wants_b:
             return StepPlan(Channel.A)
-        if self.reserved_everywhere and not (self.pipeline_failed or self.truncation_guard):
-            return StepPlan(Channel.B)
-        return StepPlan(Channel.A, self.skip_reason)
+        if self.not_reserved or self.pipeline_failed or self.truncation_guard:
+            return StepPlan(Channel.A, self.skip_reason)
+        return StepPlan(Channel.B)
 
 
 def vector_length(num_servers: int) -> int:
@@ -115,14 +108,10 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
             f"a step's vector has {vector_length(num_servers)} entries for {num_servers} servers, "
             f"got {len(vector)}; all ranks must read the same list of servers"
         )
-    flags = [entry > 0 for entry in vector]
+    entries = iter(vector)
+    flags = {flag: next(entries) > 0 for flag in _FLAGS}
+    pace = ProductionPace(next(entries) / _MILLI, next(entries) / _MILLI)
+    servers = tuple(entry > 0 for entry in entries)
     return GateOutcome(
-        reserved_everywhere=not flags[0],
-        pipeline_failed=flags[1],
-        stop_requested=flags[2],
-        truncation_guard=flags[3],
-        evaluation_wanted=flags[4],
-        slowest_pace=ProductionPace(vector[5] / _MILLI, vector[6] / _MILLI),
-        servers_suspect=tuple(flags[_NUM_COMMON_ENTRIES : _NUM_COMMON_ENTRIES + num_servers]),
-        servers_answer_again=tuple(flags[_NUM_COMMON_ENTRIES + num_servers :]),
+        **flags, pace=pace, servers_suspect=servers[:num_servers], servers_answer_again=servers[num_servers:]
     )

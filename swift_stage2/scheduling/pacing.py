@@ -50,33 +50,6 @@ class PacingDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class PacingVerdict:
-    """What production can give against what the schedule needs, in packs per step on this rank."""
-
-    made_per_step: float
-    needed_per_step: float
-
-    @property
-    def load(self) -> float:
-        """The share of its time that production must work to meet the need; over 1 it cannot."""
-        return self.needed_per_step / self.made_per_step
-
-    @property
-    def binds(self) -> bool:
-        """Whether production, not the schedule, decides how often channel B runs."""
-        return self.load > 1
-
-    def __str__(self) -> str:
-        rates = f"{self.made_per_step:.2f} packs per step can be made, {self.needed_per_step:.2f} are needed"
-        if not self.binds:
-            return f"production keeps up: {rates}"
-        return (
-            f"production binds: {rates}, so at most {1 / self.load:.0%} of the wanted "
-            "B steps can run; add rollout servers, shorten rollouts or lower b_ratio"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Shortage:
     num_packs: int
     """Packs lacking that would be fresh if made now."""
@@ -111,7 +84,7 @@ class Pacer:
             return self._decide_blindly(state, PacingReason.NOT_MEASURED)
         quick = self._shortage(state, state.holding_pace.quick_steps)
         if quick.num_packs:
-            reason = PacingReason.PRODUCTION_BINDS if self.verdict(state).binds else PacingReason.NEEDED
+            reason = PacingReason.PRODUCTION_BINDS if self.load(state) > 1 else PacingReason.NEEDED
             return PacingDecision(min(room, quick.num_packs), reason)
         typical = self._shortage(state, state.holding_pace.typical_steps)
         if typical.num_packs and self._is_last_call(state, typical.step):
@@ -127,15 +100,15 @@ class Pacer:
         step = next_wanted_step(state.step + 1, self.b_ratio)
         return step is not None and self._num_fresh_next(state, step) < self.packs_per_b_step
 
-    def verdict(self, state: PacingState) -> PacingVerdict:
-        """Compare the rate of a production that never idles with the need of the schedule.
+    def load(self, state: PacingState) -> float:
+        """Return the share of its time that production must work to meet the schedule's need; over 1 it cannot.
 
         A round follows ``sync_every_steps`` steps in which productions start back to back, as soon as the
         last of them has ended; production starts again after it.
         """
         productions = self._productions_per_cycle(state)
         made_per_step = productions * state.packs_per_production / self._busy_cycle(state)
-        return PacingVerdict(made_per_step, self.b_ratio * self.packs_per_b_step)
+        return self.b_ratio * self.packs_per_b_step / made_per_step
 
     def _decide_blindly(self, state: PacingState, reason: PacingReason) -> PacingDecision:
         """Fill up to the target without a forecast: what is fresh now counts, so no version is made twice over."""
@@ -202,7 +175,7 @@ class Pacer:
         """
         servable = max(1, wanted_count(self.version_window * self.sync_every_steps, self.b_ratio))
         wanted = self.b_ratio * self._busy_cycle(state) / self._productions_per_cycle(state)
-        return wanted > servable + _ROUNDING or self.verdict(state).load >= BUSY_LOAD
+        return wanted > servable + _ROUNDING or self.load(state) >= BUSY_LOAD
 
     def _busy_cycle(self, state: PacingState) -> int:
         """Return the steps between rounds when production never idles but for them."""

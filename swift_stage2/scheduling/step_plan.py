@@ -33,7 +33,7 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one optimizer step trains on."""
+    """The channel that one optimizer step trains on."""
 
     channel: Channel
     skip_reason: SkipReason | None = None

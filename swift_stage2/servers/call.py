@@ -28,6 +28,7 @@ from swift_stage2.servers import protocol
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)
 _QUOTED_CHARACTERS = 500
+_QUOTED_OF_STRANGERS = 120  # of what is no JSON: the page of another program
 _CONNECT_TIMEOUT_S = 10.0
 # What httpx raises, and what the resolver does for a host name that is none.
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
@@ -56,11 +57,10 @@ class Answer:
         return protocol.parse_json(self.body)
 
     def quote(self, num_characters: int) -> str:
-        """The body's beginning as text, in one piece that any log can hold."""
-        text = self.body[: 4 * num_characters].decode("utf-8", errors="replace")
-        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)[
-            :num_characters
-        ]
+        """The body's beginning as one line that any log can hold."""
+        text = " ".join(self.body[: 4 * num_characters].decode("utf-8", errors="replace").split())
+        shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+        return shown if len(shown) <= num_characters else f"{shown[:num_characters]}…"
 
 
 class CuttableCall:
@@ -155,13 +155,14 @@ class ServerCaller:
             record = answer.record()
         except ProtocolError as error:
             if answer.is_good:
-                text = f"the reply is not JSON: {answer.quote(200)!r} ({error})"
+                text = f"the reply is not JSON: {answer.quote(_QUOTED_OF_STRANGERS)!r} ({error})"
                 raise self._fault(path, text, FaultKind.UNUSABLE) from error
             record = None
         if answer.is_good:
             return record
         refuses_key = answer.status in _REFUSED_KEYS
-        text = f"status {answer.status}: {answer.quote(_QUOTED_CHARACTERS)}{_KEY_HINT if refuses_key else ''}"
+        quoted = answer.quote(_QUOTED_OF_STRANGERS if record is None else _QUOTED_CHARACTERS)
+        text = f"status {answer.status}: {quoted}{_KEY_HINT if refuses_key else ''}"
         raise self._fault(
             path, text, FaultKind.STATUS, status=answer.status, record=record, refuses_key=refuses_key
         )
@@ -290,7 +291,7 @@ def _read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: 
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """What the operating system said below httpx and what it is built on; each keeps the one before."""
+    """The operating system's word below httpx and below what that is built on; each keeps the one before."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -28,6 +28,7 @@ from starlette.requests import ClientDisconnect
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, UserError
 from swift_stage2.process.route import is_loopback
 from swift_stage2.servers import protocol
+from swift_stage2.servers.wire_record import LARGEST_INTEGER
 
 _log = logging.getLogger(__name__)
 _LISTEN_BACKLOG = 128
@@ -39,9 +40,7 @@ _MAX_VALUES = (
     1_000_000  # of one body; each costs a decoder about 100 bytes and 100 ns that nothing can interrupt
 )
 _DRAINED_IN_LIMITS = 8
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONG_INTEGER = re.compile(rb"\d{19}")
-_LARGEST_INTEGER = 2**63 - 1
 
 ResultT = TypeVar("ResultT")
 
@@ -123,7 +122,7 @@ def retrieve(work: asyncio.Future[Any]) -> None:
 async def while_attended(
     request: Request, pool: Executor, call: Callable[[threading.Event], ResultT]
 ) -> ResultT:
-    """What ``call`` returns, on a thread of ``pool``, for as long as the caller who asked for it is there.
+    """The result of ``call``, on a thread of ``pool``, for as long as the caller who asked for it is there.
 
     A call that waits for its turn when its caller goes is never begun; one that has begun is told by the event that it
     gets, and ends its waits.
@@ -216,36 +215,22 @@ def parse_json(raw: bytes) -> Any:
     """The value of a body.
 
     Raises:
-        ProtocolError: not JSON in UTF-8, too deep, with half a surrogate pair in a text, or with a number that no
-            field takes.
+        ProtocolError: as ``protocol.parse_json`` does, or an integer that no field takes.
         RequestTooLarge: more values than any call of the wire has.
     """
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         raise RequestTooLarge(
             f"a body may hold {_MAX_VALUES:,} values, got more; send fewer requests at once"
         )
-    try:
-        read_integer = _integer if _LONG_INTEGER.search(raw) else None
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse, parse_int=read_integer)
-        if _ESCAPED_SURROGATE.search(raw):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError as error:
-        raise ProtocolError("the body must be JSON, got one that is nested too deeply") from error
-    except UnicodeError as error:
-        raise ProtocolError(f"the body must be JSON of whole UTF-8 characters: {error}") from error
-    except ValueError as error:
-        raise ProtocolError(f"the body must be JSON: {str(error)[:200]}") from error
+    value = protocol.parse_json(raw, "the body")
+    if _LONG_INTEGER.search(raw):  # most often in a picture's text
+        json.loads(raw, parse_int=_check_integer)
     return value
 
 
-def _integer(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) > _LARGEST_INTEGER:
-        _refuse(text)
-    return int(text)
-
-
-def _refuse(text: str) -> None:
-    raise ValueError(f"a number must be finite and at most {_LARGEST_INTEGER}, got {text[:40]}")
+def _check_integer(text: str) -> None:
+    if len(text) > 20 or abs(int(text)) > LARGEST_INTEGER:
+        raise ProtocolError(f"a number of the body must be at most {LARGEST_INTEGER}, got {text[:40]}")
 
 
 class HttpServer(uvicorn.Server):

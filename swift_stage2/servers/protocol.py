@@ -74,8 +74,8 @@ def most_infer_bytes(num_requests: int, max_new_tokens: int) -> int:
     return (1 << 20) + num_requests * (_BYTES_OF_A_PROMPT + max_new_tokens * _BYTES_OF_A_TOKEN)
 
 
-def parse_json(body: bytes) -> Any:
-    """What a server sent, in UTF-8 whatever it claims.
+def parse_json(body: bytes, what: str = "an answer") -> Any:
+    """The value of a body, which is read as UTF-8 whatever its sender claims; ``what`` names it in a refusal.
 
     Raises:
         ProtocolError: no JSON, more than 200 levels deep, half a character, or a number of more than 4300 digits.
@@ -83,7 +83,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise ProtocolError(f"an answer must be JSON: {error}") from error
+        raise ProtocolError(f"{what} must be JSON: {error}") from error
 
 
 class RefusalReason(StrEnum):
@@ -99,7 +99,7 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo(WireRecord):
-    """What a server says of itself. ``stock`` servers know no ``/stage2/`` path and say little."""
+    """A server's word of itself. ``stock`` servers know no ``/stage2/`` path and say little."""
 
     stock: bool
     incarnation: str | None = None  # changes at every start of the server process
@@ -144,7 +144,7 @@ class FinishRequest(WireRecord):
 
 @dataclass(frozen=True, slots=True)
 class RoundProof(WireRecord):
-    """What our server can show after a round.
+    """The proof that our server can show after a round.
 
     ``arrived`` holds a checksum per tensor as it came off the wire, ``resident`` a checksum per
     tensor as the engine now holds it, ``loaded`` the names that the engine reports as loaded.
@@ -323,7 +323,7 @@ def parse_incarnation(data: Any) -> str:
 
 
 def parse_stream_secret(data: Any) -> str:
-    """What our server's answer to INIT_COMMUNICATOR says must be presented where it listens for weights."""
+    """The secret of our server's answer to INIT_COMMUNICATOR, to be presented where it listens for weights."""
     return text(mapping(data, "answer"), "secret")
 
 

@@ -42,13 +42,12 @@ class Deadline:
         return self._clock() >= self._end
 
 
-class ServerSession:
-    """Control connection to one server. Proxies from the environment are ignored; the key is never shown."""
+class ServerSession(ServerCaller):
+    """Control connection to one server."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, must_be_ours: bool = False) -> None:
         """``must_be_ours``: the server was ours before, so that an answer as a stock one gives it is a fault."""
-        self._caller = ServerCaller(base_url, api_key=api_key)
-        self.base_url = self._caller.base_url
+        super().__init__(base_url, api_key=api_key)
         self._must_be_ours = must_be_ours
 
     def __enter__(self) -> ServerSession:
@@ -63,7 +62,7 @@ class ServerSession:
         return urlsplit(self.base_url).hostname or ""
 
     def info(self, deadline: Deadline) -> protocol.ServerInfo:
-        """What the server is. A server that knows no ``/stage2/`` path is a stock one.
+        """The server's word of itself. A server that knows no ``/stage2/`` path is a stock one.
 
         Raises:
             ServerFault: unreachable, an error status, a reply that is not what the wire allows, an engine that cannot
@@ -73,7 +72,7 @@ class ServerSession:
             info = protocol.ServerInfo.from_json(self.get(protocol.SERVER_INFO, deadline))
         except ProtocolError as error:
             raise ServerFault(
-                self._caller.without_key(f"{self.base_url}{protocol.SERVER_INFO}: {error}"),
+                self.without_key(f"{self.base_url}{protocol.SERVER_INFO}: {error}"),
                 kind=FaultKind.UNUSABLE,
             ) from error
         except ServerFault as fault:
@@ -93,13 +92,11 @@ class ServerSession:
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
-        return self._caller.ask(
-            "GET", path, timeout_s=deadline.remaining_s(), most_bytes=protocol.MOST_CONTROL_BYTES
-        )
+        return self.ask("GET", path, timeout_s=deadline.remaining_s(), most_bytes=protocol.MOST_CONTROL_BYTES)
 
     def post(self, path: str, body: Any, deadline: Deadline, *, round_id: str | None = None) -> Any:
         """Body of a POST's reply. Raises ServerFault as ``info`` does."""
-        return self._caller.ask(
+        return self.ask(
             "POST",
             path,
             body,
@@ -108,17 +105,9 @@ class ServerSession:
             headers={protocol.ROUND_HEADER: round_id} if round_id else {},
         )
 
-    def end(self) -> None:
-        """Ends the call in progress and refuses later ones; may come from any thread."""
-        self._caller.end()
-
-    def close(self) -> None:
-        """Closes the connection. May be called again."""
-        self._caller.close()
-
 
 def read_reply(where: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
-    """What ``parse`` makes of an answer. Raises ServerFault, which begins with ``where``, for what the wire has not."""
+    """An answer as ``parse`` reads it. Raises ServerFault, which begins with ``where``, for what the wire has not."""
     try:
         return parse(reply)
     except ProtocolError as error:

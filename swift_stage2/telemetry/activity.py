@@ -1,4 +1,4 @@
-"""What the main thread and the pipeline's thread do at every moment: the two actors whose time a run accounts for.
+"""The activities of main thread and pipeline thread, moment by moment: the two actors whose time a run accounts for.
 
 One interval of an actor ends where the next begins, in integer nanoseconds, so that its activities add up to wall
 time exactly.
@@ -19,6 +19,11 @@ NANOSECONDS = 1_000_000_000
 
 ActivityT = TypeVar("ActivityT", bound=StrEnum)
 OnClosed = Callable[[str, int, int], None]
+
+
+def in_seconds(ns_by_activity: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by activity; empty without a clock."""
+    return {name: ns / NANOSECONDS for name, ns in (ns_by_activity or {}).items()}
 
 
 class IntervalClock(Generic[ActivityT]):
@@ -43,14 +48,8 @@ class IntervalClock(Generic[ActivityT]):
         self._began_ns = self._since_ns = self._started_ns = now_ns()
 
     @property
-    def wall_ns(self) -> int:
-        """Wall time up to the last switch or reading: one subtraction, not the sum of the activities."""
-        with self._lock:
-            return self._since_ns - self._started_ns
-
-    @property
     def current(self) -> ActivityT:
-        """What the actor does now."""
+        """The actor does this now."""
         return self._current
 
     def switch(self, activity: ActivityT) -> ActivityT:
@@ -82,7 +81,7 @@ class IntervalClock(Generic[ActivityT]):
             return dict(self._total_ns), self._since_ns - self._started_ns
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps; time between two processes of a run belongs to no activity."""
+        """The totals, for a checkpoint; time between two processes of a run belongs to no activity."""
         return {str(activity): total for activity, total in self.totals_ns().items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -106,7 +105,7 @@ class IntervalClock(Generic[ActivityT]):
 
 
 class Activity(StrEnum):
-    """What the main thread does."""
+    """An activity of the main thread."""
 
     BUSY = "busy"
     """Forward, backward, optimizer, and the bookkeeping around them."""
@@ -121,7 +120,7 @@ class Activity(StrEnum):
 
 
 class PipelineActivity(StrEnum):
-    """What the pipeline's thread does."""
+    """An activity of the pipeline's thread."""
 
     IDLE = "idle"
     """Nothing: the pacer wants no pack now, or no server may be asked."""
@@ -149,7 +148,7 @@ class ActivityClock(IntervalClock[Activity]):
     ) -> None:
         super().__init__(Activity.OTHER, now_ns, on_closed)
         self.standing: Standing | None = None
-        """What the main thread is at; None in activities that nobody can call too long."""
+        """The main thread is at this; None in activities that nobody can call too long."""
 
     def switch(self, activity: Activity | str) -> Activity:
         """As every clock does.

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,9 +55,12 @@ _ROOM_WIDTH = 12  # digits of a number of lost records
 _ROOM = re.compile(rb'"records_lost":([0-9 ]{%d})}\n' % _ROOM_WIDTH)
 
 
-def audit_path(run_dir: Path, rank: int) -> Path:
-    """Where ``rank`` of a run writes."""
-    return run_dir / "audit" / f"rank{rank}.jsonl"
+def rank_path(folder: str, run_dir: Path, rank: int) -> Path:
+    """The file into which ``rank`` of a run writes."""
+    return run_dir / folder / f"rank{rank}.jsonl"
+
+
+audit_path = partial(rank_path, "audit")
 
 
 class AuditLog:
@@ -187,7 +191,7 @@ class AuditLog:
 
 
 def to_json(value: Any) -> Any:
-    """What JSON can hold of ``value``: numbers that are not finite and unknown objects become text."""
+    """``value`` as far as JSON can hold it: numbers that are not finite and unknown objects become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):

@@ -10,20 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
+from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
-from swift_stage2.telemetry.audit import AuditLog, StorageWarning, audit_path, to_json
-from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord, ledger_path, matches_path, record_path
+from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
+from swift_stage2.telemetry.ledger import Ledger, MatchLog, RecordEntry
 from swift_stage2.telemetry.live_state import LiveTracker
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
 from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
-from swift_stage2.telemetry.summary import UnusedB
+from swift_stage2.telemetry.summary import why_b_is_unused
 from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.trace import Trace
 
@@ -60,47 +61,44 @@ class Telemetry:
         self.counters = Counters()
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
+        self.activity = self.clock.activity
 
-        def log(path_of: Callable[[Path, int], Path], kept: bool) -> AuditLog:
-            return AuditLog(path_of(run_dir, rank) if kept else None, rank, warning=self._storage)
+        def log(folder: str, kept: bool) -> AuditLog:
+            return AuditLog(rank_path(folder, run_dir, rank) if kept else None, rank, warning=self._storage)
 
         b_enabled = queue_limit is not None
-        self.audit = log(audit_path, audit)
-        self.ledger = Ledger(log(ledger_path, audit and b_enabled))
-        self.record = RunRecord(log(record_path, record))
-        self.matches = MatchLog(log(matches_path, audit and b_enabled), kept_rows)
+        self.audit = log("audit", audit)
+        self.ledger = Ledger(log("ledger", audit and b_enabled))
+        self.record = log("record", record)
+        self._match_file = log("matches", audit and b_enabled)
+        matches = MatchLog(self._match_file, kept_rows)
         self.pipeline = PipelineRecorder(
-            self.counters, self.audit, self.ledger, self.record, self.matches, self.trace
+            self.counters, self.audit, self.ledger, self.record, matches, self.trace
         )
-        self.evaluation = EvaluationRecorder(self.audit, self.matches)
+        self.evaluation = EvaluationRecorder(self.audit, matches)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
         self._live = live if rank == 0 else None
         self._told_ns = self.clock.totals_ns()  # by the audit's records of steps
-        self._unused_b = UnusedB()
-        self._tracker = LiveTracker(total_steps, b_enabled=b_enabled)
+        self._total_steps = total_steps
+        self._tracker = LiveTracker(world_size, total_steps, queue_limit=queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
+        self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
         self._plans: list[tuple[int, float, dict[str, float]]] = []
         self._closed = False
-
-    @contextmanager
-    def activity(self, name: Activity | str) -> Iterator[None]:
-        """Count the block's time on the main thread under ``name``."""
-        with self.clock.activity(name):
-            yield
 
     def record_start(self, step: int, **settings: Any) -> None:
         """Write down once what a run, or a resumed part of it, begins with: seed, decoding parameters and more.
 
         Records of an earlier process for ``step`` and later are void from here on.
         """
-        self.audit.write(
+        self._tell(
             "start",
             step=step,
             world_size=self._world_size,
-            total_steps=self._tracker.state.total_steps,
+            total_steps=self._total_steps,
             queue_limit=self._queue_limit,
             settings=settings,
         )
@@ -110,20 +108,19 @@ class Telemetry:
 
     def record_step(self, facts: StepRecord) -> None:
         """Count one step when its plan is made. The audit gives it the time since the step before."""
+        channel, version = facts.plan.channel, facts.version
         self._count_step(facts)
         self._audit_step(facts)
-        self._unused_b.step(facts)
-        self.record.step(facts)
+        self.record.write(RecordEntry.STEP, step=facts.step, channel=channel, version=version)
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
         if self._board is not None:
             self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
-        self._tracker.step(facts)
         self._show()
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
-        self.record.losses(step, losses)
+        self.record.write(RecordEntry.LOSSES, step=step, losses=losses)
 
     def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin.
@@ -133,7 +130,7 @@ class Telemetry:
         committed = bool(outcome.proven)
         self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
         self.counters.add("sync_servers_failed", len(outcome.failed))
-        self.audit.write(
+        self._tell(
             "round",
             step=step,
             round_id=outcome.round_id,
@@ -145,8 +142,7 @@ class Telemetry:
             export_seconds=outcome.export_seconds,
             servers=dict(outcome.reports),
         )
-        self._unused_b.round(outcome)
-        self._tracker.round(step, outcome)
+        self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
             told, self._round_errors[server] = self._round_errors.get(server), report.error
             if report.error and report.error != told:
@@ -157,13 +153,24 @@ class Telemetry:
 
     def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
-        values = self.evaluation.ended(facts)
-        self._tracker.evaluation(facts)
+        run, counts = facts.run, facts.counts
+        self._tell(
+            "evaluation",
+            step=facts.ended_step,
+            due_step=run.due_step,
+            begun_step=run.begun_step,
+            version=run.version,
+            end=facts.end,
+            counts=counts,
+            ratios=counts.ratios,
+        )
+        values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
         if self._board is not None:
-            self._board.write_scalars(facts.run.begun_step, values)
-        if facts.counts.num_answered == 0:
+            scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
+            self._board.write_scalars(run.begun_step, scalars)
+        if counts.num_answered == 0:
             self.record_warning(
-                f"the evaluation that began at step {facts.run.begun_step} has no answer to {facts.counts.num_wanted} "
+                f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
                 f"samples ({facts.end}); round_due: rollouts for training left it no time, lower "
                 "stage2_ab.schedule.b_ratio or raise stage2_ab.evaluation.max_round_delay_steps"
             )
@@ -171,19 +178,26 @@ class Telemetry:
     @property
     def unused_b(self) -> str:
         """Why channel B was wanted and never ran, also before a resume; on all ranks alike, empty when all is well."""
-        return "" if self.counters.value("b_steps_run") else self._unused_b.describe()
+        numbers = {name: int(number) for name, number in self.counters.state_dict().items()}
+        num_proven = numbers["sync_rounds_committed"]
+        return why_b_is_unused(
+            num_wanted=numbers["b_steps_wanted"],
+            num_run=numbers["b_steps_run"],
+            skips={reason: numbers[f"b_steps_skipped/{reason}"] for reason in SkipReason},
+            num_rounds=num_proven + numbers["sync_rounds_failed"],
+            num_proven=num_proven,
+            errors=self._num_errors,
+        )
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
-        self.audit.write("loss", step=step, loss=loss)
-        self._tracker.loss(loss)
+        self._tell("loss", step=step, loss=loss)
         self._show()
 
     def record_warning(self, message: str) -> None:
         """Log a warning, and keep it for the audit and the live view."""
         logger.warning("%s", message)
-        self.audit.write("warning", message=message)
-        self._tracker.warning(message)
+        self._tell("warning", message=message)
         self._show()
 
     def merge_and_write(
@@ -201,13 +215,14 @@ class Telemetry:
         mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
         merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
         values = scalars_of_merge(merged, self._window_start)
+        num_rollouts = merged.values["rollouts_received"] - self._window_start.get("rollouts_received", 0)
+        self._tracker.take_others(merged.per_rank["queue_depth"], num_rollouts, time.time())
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
-        self._audit_metrics(step, numbers, activity_ns, wall_ns, epoch)
+        self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
-        self._tracker.merge(merged, epoch=epoch)
         self._show()
         return values
 
@@ -234,12 +249,12 @@ class Telemetry:
             return
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
-        self._audit_metrics(None, self.counters.snapshot(), *self.clock.read_ns(), None)
+        self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
         if self.unused_b:
             self.audit.write("unused_b", cause=self.unused_b)
         self.audit.close()
         self.record.close()
-        self.matches.close()
+        self._match_file.close()
         if self._board is not None:
             self._flush_plans()
             self._board.close()
@@ -247,7 +262,7 @@ class Telemetry:
         if self._queue_limit is not None:
             self.pipeline.clock.end_interval()
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
-        self._tell(lambda live: live.close())
+        self._draw(lambda live: live.close())
 
     def _count_step(self, facts: StepRecord) -> None:
         add, gauge, plan = self.counters.add, self.counters.set, facts.plan
@@ -272,7 +287,7 @@ class Telemetry:
         totals = self.clock.totals_ns()
         spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
         self._told_ns = totals
-        self.audit.write(
+        self._tell(
             "step",
             step=facts.step,
             channel=facts.plan.channel,
@@ -295,26 +310,23 @@ class Telemetry:
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
         return self.counters.snapshot()
 
-    def _audit_metrics(
+    def _tell_metrics(
         self,
         step: int | None,
         numbers: Mapping[str, float],
         activity_ns: Mapping[Activity, int],
         wall_ns: int,
-        epoch: float | None,
+        epoch: float | None = None,
     ) -> None:
-        pipeline: dict[str, Any] = {}
+        told: dict[str, Any] = {
+            "epoch": epoch,
+            "numbers": numbers,
+            "activity_ns": activity_ns,
+            "wall_ns": wall_ns,
+        }
         if self._queue_limit is not None:
-            pipeline["pipeline_ns"], pipeline["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
-        self.audit.write(
-            "metrics",
-            step=step,
-            epoch=epoch,
-            numbers=numbers,
-            activity_ns=activity_ns,
-            wall_ns=wall_ns,
-            **pipeline,
-        )
+            told["pipeline_ns"], told["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
+        self._tell("metrics", step=step, **told)
 
     def _flush_plans(self) -> None:
         assert self._board is not None
@@ -322,10 +334,16 @@ class Telemetry:
             self._board.write_scalars(step, values, wall_time)
         self._plans.clear()
 
-    def _show(self) -> None:
-        self._tell(lambda live: live.update(self._tracker.state))
+    def _tell(self, kind: str, **values: Any) -> None:
+        """Writes a record to the audit; rank 0's live view reads the same one."""
+        self.audit.write(kind, **values)
+        if self._live is not None:
+            self._tracker.take(to_json({"kind": kind, "rank": 0, "time": time.time(), **values}))
 
-    def _tell(self, call: Callable[[LiveView], None]) -> None:
+    def _show(self) -> None:
+        self._draw(lambda live: live.update(self._tracker.state))
+
+    def _draw(self, call: Callable[[LiveView], None]) -> None:
         if self._live is None:
             return
         try:

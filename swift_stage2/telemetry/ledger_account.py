@@ -24,7 +24,7 @@ class RunAccount:
     ranks: tuple[RankAccount, ...]
     violations: tuple[Violation, ...]
     doubts: tuple[str, ...] = ()
-    """What others tell of the run and its ledger does not, a sentence each."""
+    """Sentences about what others tell of the run and its ledger does not."""
 
     @property
     def num_violations(self) -> int:
@@ -199,12 +199,12 @@ class Replay:
             self._break("a process's first record tells that it starts", ())
             self._cursor = (0, 0)
         for sample in record["samples"]:
-            self._take_sample(record, _key(sample))
+            self._take_sample(record, ledger_key(sample))
         if record["kind"] == Entry.TRAINED:
             self._train_step(record)
 
     def account(self, *, num_resumes: int, num_void: int) -> RankAccount:
-        """What the records came to."""
+        """The sum of the records."""
         num_quarantined, num_in_hand = self._quarantined.total(), len(self._lives)
         in_hand = Counter(life.stage for life in self._lives.values())
         if self._taken_over + self._num_drawn != self.num_trained + num_quarantined + num_in_hand:
@@ -271,7 +271,7 @@ class Replay:
     def _train_step(self, record: Record) -> None:
         step = record["step"]
         if step < self._first_step:
-            self._break("steps that train only grow", [_key(sample) for sample in record["samples"]])
+            self._break("steps that train only grow", [ledger_key(sample) for sample in record["samples"]])
         self._first_step = self._last_trained = max(self._first_step, step)
 
     def _take_sample(self, record: Record, key: Key) -> None:
@@ -375,8 +375,9 @@ class Replay:
 
 
 def _keys_of(state: Mapping[str, Any]) -> list[Key]:
-    return [_key(entry) for entry in state["outstanding"]]
+    return [ledger_key(entry) for entry in state["outstanding"]]
 
 
-def _key(sample: Sequence[int]) -> Key:
+def ledger_key(sample: Sequence[int]) -> Key:
+    """A sample as a record names it."""
     return (sample[0], sample[1], sample[2], sample[3])

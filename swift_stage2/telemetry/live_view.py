@@ -154,12 +154,9 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     yield "version", f"{state.version}{_known(', lag {}', state.version_lag)}{pending}"
     rate = state.rollouts_per_s
     yield "rollouts", _known("{:.1f}/s" if (rate or 1) >= 1 else "{:.2g}/s", rate) or "-"
-    yield "round", _round(state)
-    if (last := state.last_evaluation) is not None:
-        yield (
-            "evaluation",
-            f"v{last.version}{_known(', F1 {:.3f}', last.f1)}, {last.num_answered} of {last.num_wanted} ({last.end})",
-        )
+    yield "round", state.last_round
+    if state.last_evaluation is not None:
+        yield "evaluation", state.last_evaluation
 
 
 def _queue(state: LiveState) -> str:
@@ -168,13 +165,6 @@ def _queue(state: LiveState) -> str:
     by_rank = "/".join("-" if depth is None else str(depth) for depth in state.queue_depths)
     ranks = f" (by rank {by_rank})" if len(state.queue_depths) > 1 else ""
     return f"{state.queue_depth_min}{_known(' of {}', state.queue_limit)}{ranks}"
-
-
-def _round(state: LiveState) -> str:
-    last = state.last_round
-    if last is None:
-        return "none yet"
-    return f"v{last.version} at step {last.step}, {last.seconds:.2f} s, {last.num_proven}/{last.num_servers} proven"
 
 
 def _known(pattern: str, value: float | None) -> str:

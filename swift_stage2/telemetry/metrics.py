@@ -169,7 +169,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
-        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.kind is Kind.GAUGE}
+        self._gauges: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Grow a counter; a negative ``amount`` raises ValueError, as one that is not a number."""
@@ -183,31 +183,23 @@ class Counters:
         """Set a gauge; None takes its value away."""
         self._check(name, Kind.GAUGE)
         with self._lock:
-            self._gauges[name] = value
+            self._gauges.pop(name, None)
+            if value is not None:
+                self._gauges[name] = value
 
     def raise_to(self, name: str, value: float) -> None:
         """Set a gauge to ``value`` unless it is higher already."""
         self._check(name, Kind.GAUGE)
         with self._lock:
-            before = self._gauges[name]
-            self._gauges[name] = value if before is None else max(before, value)
-
-    def value(self, name: str) -> float | None:
-        """One number as it is now; None for a gauge that was never set."""
-        with self._lock:
-            if name in self._counts:
-                return self._counts[name]
-            self._check(name, Kind.GAUGE)
-            return self._gauges[name]
+            self._gauges[name] = max(value, self._gauges.get(name, value))
 
     def snapshot(self) -> dict[str, float]:
-        """Every number at one moment, in the table's order; gauges that were never set are left out."""
+        """Every number at one moment; gauges that were never set are left out."""
         with self._lock:
-            counts, gauges = dict(self._counts), dict(self._gauges)
-        return counts | {name: value for name, value in gauges.items() if value is not None}
+            return self._counts | self._gauges
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps: the counters."""
+        """The counters, for a checkpoint."""
         with self._lock:
             return dict(self._counts)
 

@@ -21,7 +21,7 @@ from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, has_f
 
 ContentT = TypeVar("ContentT")
 Process = Sequence[Record]
-"""What one process wrote to a ledger; the first record is its ``start``, unless the ledger begins without one."""
+"""All that one process wrote to a ledger; the first record is its ``start``, unless the ledger begins without one."""
 _HEAD = b'{"kind":"'  # of every record
 
 
@@ -234,7 +234,7 @@ def run_of(process: Process) -> str | None:
 
 
 def effective_history(processes: Sequence[Process]) -> list[Process]:
-    """What counts of each process's records, oldest first: those on the way to where the last process stands.
+    """The records of each process that count, oldest first: those on the way to where the last process stands.
 
     Each process's records begin with its ``start``. Without the checkpoint that it names, nothing before counts.
     """

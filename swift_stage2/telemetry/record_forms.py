@@ -77,6 +77,11 @@ def _form(optional: Mapping[str, Any] | None = None, **required: Any) -> type[Ba
     return create_model("Form", __config__=_STRICT, **fields)
 
 
+def _kept(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
+    """Of the audit, whose records have a time and a rank."""
+    return _form(optional, time=_Number, rank=_Count, **required)
+
+
 def _told(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
     """Of the ledger, whose records are numbered."""
     return _form({"sequence": _Count} | dict(optional or {}), **required)
@@ -120,14 +125,17 @@ _SERVER = _form(proven=bool, error=str | None, proof=str | None, seconds=_Second
 
 AUDIT_FORMS: Forms = {
     "gap": _GAP,
-    "unused_b": _form(cause=str),
-    "start": _form(
-        {"world_size": _NumRanks, "queue_limit": _Count, "settings": dict[str, Any]},
-        time=_Number,
+    "unused_b": _kept(cause=str),
+    "start": _kept(
+        {
+            "world_size": _NumRanks,
+            "total_steps": _Count,
+            "queue_limit": _Count,
+            "settings": dict[str, Any],
+        },
         step=_Count,
     ),
-    "step": _form(
-        time=_Number,
+    "step": _kept(
         step=_Count,
         channel=_Channel,
         wants_b=bool,
@@ -136,34 +144,36 @@ AUDIT_FORMS: Forms = {
         version_lag=_Integer | None,
         queue_depth=_Count,
         infer_in_flight=_Count,
+        round_pending=bool,
         packs=list[_form(pack_id=str, version=_Integer)],  # type: ignore[misc]
         activity_ns=_Seconds,
     ),
-    "round": _form(
-        time=_Number,
+    "round": _kept(
         step=_Count,
+        version=_Count,
         committed=bool,
         seconds=_Number,
         canary_seconds=_Number,
         export_seconds=_Number,
         servers=dict[str, _SERVER],  # type: ignore[valid-type]
     ),
-    "metrics": _form(
-        {"pipeline_ns": _Seconds, "pipeline_wall_ns": _Number},
-        time=_Number,
+    "batch": _kept(num_rollouts=_Count),
+    "metrics": _kept(
+        {"epoch": _Number, "pipeline_ns": _Seconds, "pipeline_wall_ns": _Number},
         step=_Count | None,
         numbers=_Numbers,
         activity_ns=_Seconds,
         wall_ns=_Number,
     ),
-    "evaluation": _form(
-        time=_Number,
+    "evaluation": _kept(
         begun_step=_Count,
         version=_Count,
         end=str,
         counts=_form(num_answered=_Count, num_wanted=_Count),
         ratios=dict[str, _Number | None],
     ),
+    "loss": _kept(loss=_Loss),
+    "warning": _kept(message=str),
 }
 
 RECORD_FORMS: Forms = {
@@ -176,31 +186,3 @@ RECORD_FORMS: Forms = {
     "losses": _form(step=_Count, losses=list[_HexFloat]),
 }
 """Of what a replay reads."""
-
-LIVE_FORMS: Forms = {
-    "start": _form(
-        rank=_Count, step=_Count, world_size=_NumRanks, total_steps=_Count, queue_limit=_Count | None
-    ),
-    "step": _form(
-        rank=_Count,
-        step=_Count,
-        channel=_Channel,
-        skip_reason=str | None,
-        version=_Count,
-        version_lag=_Integer | None,
-        queue_depth=_Count,
-        round_pending=bool,
-    ),
-    "batch": _form(num_rollouts=_Count),
-    "round": _form(
-        rank=_Count,
-        step=_Count,
-        version=_Count,
-        seconds=_Number,
-        servers=dict[str, _form(proven=bool)],  # type: ignore[misc]
-    ),
-    "metrics": _form({"epoch": _Number}, rank=_Count, numbers=_Numbers),
-    "loss": _form(rank=_Count, loss=_Loss),
-    "warning": _form(message=str),
-}
-"""Of what the live view reads of an audit that this release writes."""

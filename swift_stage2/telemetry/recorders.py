@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 from swift_stage2.records import (
     BatchOutcome,
-    EvaluationRecord,
     MatchQuality,
     Pack,
     Rollout,
@@ -24,8 +23,8 @@ from swift_stage2.records import (
 )
 from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord
-from swift_stage2.telemetry.metrics import PREFIX, Counters
+from swift_stage2.telemetry.ledger import Entry, Ledger, MatchLog, RecordEntry, completion_of
+from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class PipelineRecorder:
         counters: Counters,
         audit: AuditLog,
         ledger: Ledger,
-        record: RunRecord,
+        record: AuditLog,
         matches: MatchLog,
         trace: Trace,
         now_s: Callable[[], float] = time.monotonic,
@@ -84,16 +83,16 @@ class PipelineRecorder:
             failures=list(outcome.failures),
         )
         for rollout in outcome.rollouts:
-            self._record.completion(rollout)
+            self._record.write(RecordEntry.COMPLETION, **completion_of(rollout))
 
     def read(
         self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
     ) -> None:
         """Rows and images of drawn samples were read."""
-        self._ledger.read(keys, num_objects=num_objects, num_pixels=num_pixels)
+        self._ledger.write(Entry.READ, keys, num_objects=num_objects, num_pixels=num_pixels)
 
     def enter(self, activity: PipelineActivity) -> None:
-        """What the pipeline's thread does from now on."""
+        """The pipeline's thread does this from now on."""
         self.clock.switch(activity)
 
     @contextmanager
@@ -113,8 +112,8 @@ class PipelineRecorder:
                     self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        """What became of a rollout whose segment was just told; ``space`` is that of the boxes, width and height."""
-        self._matches.training(rollout, target, space)
+        """A rollout became the segment that was just told; ``space`` is that of the boxes, width and height."""
+        self._matches.write("training", rollout, target, space)
 
     def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment: parsed, matched, corrected and encoded."""
@@ -198,24 +197,8 @@ class EvaluationRecorder:
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A sample was answered; ``space`` is that of the boxes, width and height."""
-        self._matches.evaluation(rollout, target, space)
+        self._matches.write("evaluation", rollout, target, space)
 
     def given_up(self, index: int, message: str) -> None:
         """Row ``index`` of the validation set counts as failed."""
         self._audit.write("evaluation_failure", row=index, message=message)
-
-    def ended(self, facts: EvaluationRecord) -> dict[str, float]:
-        """One evaluation, summed over ranks; returns its scalars by full tag."""
-        counts = facts.counts
-        self._audit.write(
-            "evaluation",
-            step=facts.ended_step,
-            due_step=facts.run.due_step,
-            begun_step=facts.run.begun_step,
-            version=facts.run.version,
-            end=facts.end,
-            counts=counts,
-            ratios=counts.ratios,
-        )
-        values = dict(counts.ratios) | {"num_samples": counts.num_answered, "version": facts.run.version}
-        return {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}

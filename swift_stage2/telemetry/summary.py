@@ -9,12 +9,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.errors import UserError
-from swift_stage2.records import RoundOutcome, StepRecord
-from swift_stage2.telemetry.activity import NANOSECONDS
+from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
 from swift_stage2.telemetry.reading import RankRecords, read_ranks
@@ -41,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """Where one rank's main thread spent its time. ``seconds`` add up to ``wall_s``."""
+    """Where one rank's thread spent its time. ``seconds`` add up to ``wall_s``."""
 
     rank: int
     seconds: Mapping[str, float]
@@ -50,7 +49,7 @@ class RankActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What one run did, over all ranks."""
+    """One run's account, over all ranks."""
 
     num_ranks: int
     num_steps: int
@@ -65,7 +64,7 @@ class RunSummary:
     totals: Mapping[str, float]
     """Every counter, added up over ranks."""
     drops: Mapping[str, int]
-    """What was dropped, given up or failed, by cause; causes that occurred only."""
+    """Drops, failures and samples given up, by cause; causes that occurred only."""
     ratios: Mapping[str, float]
     """Match quality, truncation and pack fill over the whole run, by tag; absent where nothing was counted."""
     num_rounds_committed: int
@@ -124,7 +123,11 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),
         server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
-        activity=tuple(_activity(rank.rank, rank.metrics[-1]) for rank in ranks if rank.metrics),
+        activity=tuple(
+            RankActivity(rank.rank, in_seconds(last["activity_ns"]), last["wall_ns"] / NANOSECONDS)
+            for rank in ranks
+            for last in rank.metrics[-1:]
+        ),
         num_records_lost=sum(rank.num_lost for rank in ranks),
         missing_ranks=_missing(ranks),
     )
@@ -201,66 +204,44 @@ def _spread(seconds: Sequence[float]) -> Spread | None:
     return Spread(len(seconds), sum(seconds), statistics.median(seconds), max(seconds))
 
 
-def _activity(rank: int, metrics: Record) -> RankActivity:
-    seconds = {name: ns / NANOSECONDS for name, ns in metrics["activity_ns"].items()}
-    return RankActivity(rank, seconds, metrics["wall_ns"] / NANOSECONDS)
-
-
 _CAUSES = {
     "not_enough_packs": "packs were not ready in time",
     "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
     "servers_suspect": "no proven server was left",
     "pipeline_failed": "the pipeline had failed",
 }
-
-
 _MOST_CHARACTERS = 600  # of a server's error
 
 
-@dataclass(slots=True, kw_only=True)
-class UnusedB:
-    """What a run has wanted of channel B so far, and what came of it. Equal on all ranks."""
+def why_b_is_unused(
+    *,
+    num_wanted: int,
+    num_run: int,
+    skips: Mapping[str, int],
+    num_rounds: int,
+    num_proven: int,
+    errors: Mapping[str, int],
+) -> str:
+    """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong.
 
-    num_wanted: int = 0
-    num_run: int = 0
-    skips: Counter[str] = field(default_factory=Counter)
-    """Causes of wanted steps that did not run."""
-    num_rounds: int = 0
-    num_proven: int = 0
-    """Sync rounds that proved a server."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Of servers that a round did not prove."""
-
-    def step(self, facts: StepRecord) -> None:
-        """Take in one step."""
-        self.num_wanted += facts.plan.wanted_b
-        self.num_run += facts.plan.channel == "B"
-        if facts.plan.skip_reason is not None:
-            self.skips[facts.plan.skip_reason] += 1
-
-    def round(self, outcome: RoundOutcome) -> None:
-        """Take in a sync round that has ended."""
-        self.num_rounds += 1
-        self.num_proven += bool(outcome.proven)
-        self.errors.update(str(outcome.reports[server].error) for server in outcome.failed)
-
-    def describe(self) -> str:
-        """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong."""
-        if self.num_run:
-            return ""
-        cause = ""
-        if self.num_rounds and not self.num_proven:
-            cause = f"none of {self.num_rounds} sync rounds proved a server"
-            if self.errors:
-                cause += f", mostly: {' '.join(_most(self.errors).split())[:_MOST_CHARACTERS]}"
-        elif self.skips:
-            reason = _most(self.skips)
-            cause = _CAUSES.get(reason, reason)
-        if self.num_wanted:
-            cause = cause or "no cause is recorded"
-            return f"channel B ran at none of the {self.num_wanted} steps that wanted it: {cause}"
-        return cause
+    ``skips`` counts wanted steps that did not run by cause, ``num_proven`` the sync rounds that proved a server,
+    ``errors`` the servers that a round did not prove by error.
+    """
+    if num_run:
+        return ""
+    cause = ""
+    if num_rounds and not num_proven:
+        cause = f"none of {num_rounds} sync rounds proved a server"
+        if errors:
+            cause += f", mostly: {' '.join(_most(errors).split())[:_MOST_CHARACTERS]}"
+    elif any(skips.values()):
+        reason = _most(skips)
+        cause = _CAUSES.get(reason, reason)
+    if num_wanted:
+        cause = cause or "no cause is recorded"
+        return f"channel B ran at none of the {num_wanted} steps that wanted it: {cause}"
+    return cause
 
 
-def _most(counts: Counter[str]) -> str:
+def _most(counts: Mapping[str, int]) -> str:
     return max(counts, key=lambda key: counts[key])

@@ -113,7 +113,7 @@ def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -
 
 
 def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
-    """What the plan of one step says; equal on every rank."""
+    """The plan of one step; equal on every rank."""
     return {
         f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
         f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),

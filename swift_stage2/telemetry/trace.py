@@ -41,7 +41,7 @@ class ClockOffset:
 
     @property
     def correction_ns(self) -> int:
-        """What to take from this rank's times."""
+        """The nanoseconds to take from this rank's times."""
         return self.offset_ns if abs(self.offset_ns) > self.uncertainty_ns else 0
 
 
@@ -86,7 +86,7 @@ class Trace:
         self._lock = threading.Lock()
         self._unix_offset_ns = time.time_ns() - now_ns()
         self.clock_offset = ClockOffset()
-        """What this rank's Unix time is ahead of rank 0's."""
+        """By how much this rank's Unix time is ahead of rank 0's."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A block to be recorded under ``name``, also when it raises."""
@@ -107,7 +107,7 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What the buffer holds, in the order in which the intervals ended."""
+        """The buffer's intervals, in the order in which the intervals ended."""
         with self._lock:
             return tuple(self._spans)
 

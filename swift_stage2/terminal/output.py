@@ -1,7 +1,8 @@
-"""A command's output: the line with which it gives up, and stdout whose reader may leave before the end."""
+"""Output of commands: the last line of one that gives up, silent libraries, a reader that leaves before the end."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import sys
@@ -19,6 +20,16 @@ def print_error(command: str, message: object) -> None:
             for bar in list(tqdm._instances):
                 bar.close()
     print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+
+
+def quieten_libraries() -> None:
+    """Silences ms-swift, Hugging Face and vLLM where a command's own words alone are asked for."""
+    os.environ.setdefault("LOG_LEVEL", "ERROR")  # ms-swift's
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("swift").setLevel(logging.ERROR)
 
 
 def has_lost_its_reader() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.nearest_word import closest
@@ -23,18 +24,24 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(epilog=f"exit status: {exit_statuses}; {_FOR_ALL}", allow_abbrev=False, **options)
 
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's own, but what a sub-command does not know is told with that command's usage."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+            asked = below[0].choices[getattr(options, below[0].dest)] if below else self
+            asked.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
         super().error(f"{message}; did you mean {near}?" if near else message)
 
     def _nearest(self, message: str) -> str | None:
         if unknown := _UNKNOWN.search(message):
-            # A word that a sub-command does not know is told by the parser above it.
-            below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-            parsers = [self, *(parser for action in below for parser in action.choices.values())]
-            return closest(
-                unknown["word"], tuple(word for one in parsers for word in one._option_string_actions)
-            )
+            return closest(unknown["word"], tuple(self._option_string_actions))
         if refused := _NO_CHOICE.search(message):
             return closest(refused["word"], tuple(word.strip(" '") for word in refused["choices"].split(",")))
         return None

@@ -172,7 +172,7 @@ class Canary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOrder:
-    """What one round asks of every server that takes part."""
+    """Terms of one round, the same for every server that takes part."""
 
     round_id: str
     run_id: str

@@ -164,7 +164,7 @@ def _words(secret: str) -> tuple[bytes, bytes]:
 
 
 def _read(peer: socket.socket, num_bytes: int) -> bytes:
-    """What is there, at most so much; nothing when the peer has gone."""
+    """Reads at most so many of the bytes that are there; none when the peer has gone."""
     try:
         return peer.recv(num_bytes)
     except OSError:

@@ -27,7 +27,7 @@ from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, RoundOrder
 from swift_stage2.weights.push import BucketHandover, ServerPush, close_quietly, describe_fault
-from swift_stage2.weights.tensors import WeightBucket
+from swift_stage2.weights.tensors import BucketMemory, WeightBucket
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 __all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSync"]
@@ -83,6 +83,7 @@ class WeightSync:
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
         self._heap = HeapTrim()
+        self._memory = BucketMemory()
         self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
@@ -108,7 +109,7 @@ class WeightSync:
         return outcome
 
     def distrust(self, servers: Iterable[int]) -> None:
-        """What connects to these servers is not used again: they may come back as other processes."""
+        """Connections to these servers are not used again: they may come back as other processes."""
         self._distrusted.update(servers)
 
     def lost_servers(self) -> tuple[int, ...]:
@@ -219,7 +220,7 @@ class WeightSync:
         return self._words()
 
     def _words(self) -> str:
-        """What ranks have said before they ended; empty if none has."""
+        """Last words of ranks that have ended; empty if none has."""
         said = (self._control.notes.read(_note_of(rank)) for rank in range(self._control.world_size))
         return "; ".join(text for text in said if text)
 
@@ -266,13 +267,13 @@ class WeightSync:
 
     def _read(self, index: int, names: Sequence[str]) -> WeightBucket:
         if not self._export.partitioned:
-            return WeightBucket(self._export.read(names))
+            return WeightBucket(self._export.read(names), self._memory)
         self._control.broadcast({"gather": index})
         tensors: list[tuple[str, torch.Tensor]] = []
         fault = self._take_part("gathering weights", lambda: tensors.extend(self._export.read(names)))
         if fault:
             raise WeightSyncError(fault)
-        return WeightBucket(tensors)
+        return WeightBucket(tensors, self._memory)
 
     def _require_time_left(self, deadline: Deadline, export_seconds: float) -> None:
         """A round that ran out of time is the learner's fault if the time went into reading its weights."""

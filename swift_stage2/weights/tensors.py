@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,20 +124,48 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PackedBucket:
-    """What one push sends: bytes, where each tensor lies in them, and the checksum of each by name."""
+    """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
 
     flat: torch.Tensor  # uint8, one dimension
     metadata: list[dict[str, object]]
     checksums: dict[str, str]
 
 
+class BucketMemory:
+    """Keeps the bytes of packed buckets for the next ones: new pages cost several times what a copy does.
+
+    Only on the CPU; PyTorch keeps a GPU's memory itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Contiguous uint8 memory of that size, the caller's until ``keep_after``."""
+        if device.type == "cpu" and self._free:
+            largest = max(range(len(self._free)), key=lambda index: self._free[index].numel())
+            kept = self._free.pop(largest)
+            if kept.numel() >= num_bytes:
+                return kept[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def keep_after(self, packed: PackedBucket) -> None:
+        """Takes the bucket's memory back once nobody holds the bucket; a push that hangs holds it for ever."""
+        if packed.flat.device.type == "cpu":
+            whole = torch.empty(0, dtype=torch.uint8).set_(packed.flat.untyped_storage())
+            weakref.finalize(packed, self._free.append, whole)
+
+
 class WeightBucket:
     """Named tensors in the learner's own dtypes."""
 
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], memory: BucketMemory | None = None
+    ) -> None:
         self._tensors = tuple(tensors)
+        self._memory = memory or BucketMemory()
         self._lock = threading.Lock()
         self._packed: dict[tuple[torch.dtype, ...], PackedBucket] = {}
 
@@ -156,13 +185,20 @@ class WeightBucket:
             (name, tensor.to(dtype).contiguous())
             for (name, tensor), dtype in zip(self._tensors, wanted, strict=True)
         ]
-        flat, metadata = flatten(cast)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in cast)
+        flat, metadata = flatten(cast, self._memory.take(num_bytes, cast[0][1].device))
         sums = checksum_tensors([tensor for _, tensor in cast])
-        return PackedBucket(flat, metadata, {name: each for (name, _), each in zip(cast, sums, strict=True)})
+        packed = PackedBucket(
+            flat, metadata, {name: each for (name, _), each in zip(cast, sums, strict=True)}
+        )
+        self._memory.keep_after(packed)
+        return packed
 
 
-def flatten(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[dict[str, object]]]:
-    """One uint8 tensor holding a bucket's bytes, and where each tensor lies in it.
+def flatten(
+    bucket: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[dict[str, object]]]:
+    """One uint8 tensor (``memory``, if it is given) holding a bucket's bytes, and where each tensor lies in it.
 
     The metadata has the fields of ms-swift's ``FlattenedTensorMetadata``; indices are bytes.
     """
@@ -182,7 +218,7 @@ def flatten(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, l
             }
         )
         start = end
-    return torch.cat(chunks), metadata
+    return torch.cat(chunks, out=memory), metadata
 
 
 def agreed_manifest(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -25,8 +25,8 @@ from benchmarks.all_benches import (
     write_page,
 )
 from benchmarks.benches import BENCHES
+from benchmarks.child_runs import ChildRuns
 from benchmarks.command import main, parse
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.errors import ChildFailed, UserError
 
 

@@ -1,4 +1,4 @@
-"""What every bench's command line has: options within bounds, a place for results, mistakes told in one line."""
+"""Every bench's command line has options within bounds, a place for results, mistakes told in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of repeated measurements: ratios of pairs, their bounds, spreads, and trends whose slope is known."""
+"""Repeated measurements give ratios of pairs, their bounds, spreads, and trends whose slope is known."""
 
 from __future__ import annotations
 

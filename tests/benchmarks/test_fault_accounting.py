@@ -11,7 +11,6 @@ from ledger_run import LedgerRun
 from benchmarks.faults.accounting import (
     Moments,
     SampleCount,
-    count_samples,
     first_notice,
     gaps,
     pause,
@@ -48,17 +47,22 @@ def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
     return {"kind": "batch", "time": time, "failures": failures} | numbers
 
 
+def counted(directory: Path) -> SampleCount:
+    account = account_of(read_ledgers([directory]))
+    return SampleCount.of(account.ranks, account.violations)
+
+
 def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:
     ranks = [LedgerRun(tmp_path, rank=rank, world_size=2, num_rows=21) for rank in (0, 1)]
     for run in ranks:
         run.train_drawn(3)
         (bad, _) = run.draw(2)
         run.source.settle_quarantined(bad, "bad_sample", "no box")
-    found = count_samples(account_of(read_ledgers([tmp_path])))
+    found = counted(tmp_path)
     assert found == SampleCount(drawn=10, trained=6, quarantined=2, in_hand=2)
+    assert (found.lost, found.sentence) == (0, "10 drawn = 6 trained + 2 quarantined + 2 in hand")
     ranks[1].train(ranks[1].train_drawn(1))
-    spoilt = count_samples(account_of(read_ledgers([tmp_path])))
-    assert "no sample is trained twice" in spoilt.broken_rules
+    assert "no sample is trained twice" in counted(tmp_path).broken_rules
 
 
 def test_a_gap_is_told_by_the_later_record() -> None:

@@ -1,4 +1,4 @@
-"""What the fault bench is made of: rows, their data, switches, what a transport commits, what is left behind."""
+"""The fault bench is made of rows, their data, switches, what a transport commits, what is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks import benches
 from benchmarks.faults.bench import POISON_POSITION, write_poisonous_rows
 from benchmarks.faults.commit import Switches
 from benchmarks.faults.rows import ROWS
-from benchmarks.faults.server import kill_all, lasting_port, look, tree_of
+from benchmarks.faults.server import Held, kill_all, lasting_port, tree_of
 from benchmarks.servers import BenchServers, ServerKind
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.dataset.picture import look_at
@@ -50,7 +50,7 @@ def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path:
     )
     changed = [index for index in range(len(before)) if before[index] != after[index]]
     drawn = SampleSource(after, make_task(), rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
-    assert changed == [drawn[-1].key.index]
+    assert changed == [drawn[-1].index]
     image = after[changed[0]]["images"][0]
     look_at(image)  # a check before a run finds nothing
     with pytest.raises((OSError, SyntaxError)):
@@ -113,8 +113,8 @@ def test_shared_memory_that_outlives_its_process_is_found() -> None:
         assert f"/dev/shm/{name}" not in mapped_by([psutil.Process(os.getpid())])
         assert not kill_all(lambda: tree_of(process.pid)[:1] if process.poll() is None else [], 20)
     psutil.wait_procs(tree, timeout=20)
-    left = look(tree, (), held, patience_s=0.0)
+    left = Held(tree, held).left(patience_s=0.0)
     assert left.processes == ()
     assert f"/dev/shm/{name}" in left.shared_memory
     Path(f"/dev/shm/{name}").unlink()  # opened as shared memory it would leave a tracker process behind
-    assert look(tree, (), {f"/dev/shm/{name}"}, patience_s=0.0).num == 0
+    assert Held(tree, {f"/dev/shm/{name}"}).left(patience_s=0.0).num == 0

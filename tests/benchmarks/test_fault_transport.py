@@ -1,4 +1,4 @@
-"""What a faulty transport does to the weights of a round."""
+"""A faulty transport spoils the weights of a round."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu_check.real_shapes import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
 from benchmarks.gpu_check.stage import page
 from benchmarks.gpu_check.wheels import PINNED, install_missing
-from swift_stage2.demo.tiny_model import build_model
+from benchmarks.tiny_model import build_model
 from swift_stage2.errors import UserError
 
 

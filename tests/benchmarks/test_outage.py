@@ -1,4 +1,4 @@
-"""What steps are compared around an outage, and what is made of them."""
+"""Steps around an outage are chosen and compared."""
 
 from __future__ import annotations
 

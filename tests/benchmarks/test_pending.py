@@ -1,4 +1,4 @@
-"""What the pending bench reads from an audit."""
+"""The pending bench reads waits and pauses from an audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak is made of beside its plan and its trends: what disturbs a learner, its report, its command line."""
+"""A soak consists, beside its plan and its trends, of what disturbs a learner, its report, its command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ledger_run import LedgerRun
 
 from benchmarks.estimates import Verdict
-from benchmarks.faults.accounting import Moments
+from benchmarks.faults.accounting import Moments, SampleCount
 from benchmarks.faults.commit import LONGEST_WRITE_S, SLOW_DISK, SlowDisk, Switches, stopped
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.faults.soak_report import (
@@ -24,7 +24,6 @@ from benchmarks.faults.soak_report import (
     RankSample,
     SoakReport,
     kind_reports,
-    num_lost,
     num_trained_twice,
     parts_of,
     trends_of,
@@ -208,7 +207,7 @@ def whole(tmp_path: Path) -> SoakReport:
         kinds=kinds,
         trends=trends_of(records, samples(0, 0.0) + samples(1, 0.0)),
         account=account,
-        lost=num_lost(account),
+        lost=SampleCount.of(account.ranks).lost,
         trained_twice=num_trained_twice(read_ledgers([tmp_path])),
         num_disagreements=0,
     )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, OBJECT_MAP
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.records import ObjectDropReason
 
@@ -31,10 +31,9 @@ def check(
     truncated: bool,
     dialect: str = "object_list",
 ) -> None:
-    parsed = parse_rollout(text, dialect)
+    parsed = parse_rollout(text, DIALECTS[dialect])
     assert parsed.objects == objects
     assert parsed.dropped == dropped
-    assert dict(parsed.dropped) == dropped
     assert parsed.truncated is truncated
 
 
@@ -181,6 +180,8 @@ def test_valid_box(box: str, expected: tuple[int, int, int, int]) -> None:
         (r'"caf\u00e9 \ud83d\ude00"', "café 😀"),
         ('"café 😀"', "café 😀"),
         ('"<|coord_7|>"', "<|coord_7|>"),
+        ("<|coord_7|>", "<|coord_7|>"),
+        ('"at <|coord_7|>, \\" of it"', 'at <|coord_7|>, " of it'),
     ],
 )
 def test_labels_are_decoded_and_stripped(literal: str, label: str) -> None:
@@ -267,20 +268,13 @@ def test_object_map(body: str, labels: str, dropped: dict[str, int], truncated: 
 
 def test_a_brace_in_a_description_closes_nothing() -> None:
     text = "{" + entry("object_1", "a } b") + ", " + entry("object_2", r"c \" } {") + "}"
-    assert [found.label for found in parse_rollout(text, "object_map").objects] == ["a } b", 'c " } {']
+    assert [found.label for found in parse_rollout(text, OBJECT_MAP).objects] == ["a } b", 'c " } {']
 
 
-def test_unknown_dialect_names_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"dialect='yaml'.*object_list, object_map"):
-        parse_rollout("[]", "yaml")
-
-
-def test_the_result_is_immutable_and_travels_between_processes() -> None:
+def test_the_result_travels_between_processes() -> None:
     parsed = parse_rollout(f"[7, 8, {TEXT_A}, {{}}]", OBJECT_LIST)
     assert parsed.dropped == {"not_an_object": 2, "missing_box": 1}
     assert parsed.dropped[ObjectDropReason.NOT_AN_OBJECT] == 2
-    with pytest.raises(TypeError):
-        parsed.dropped["missing_box"] = 0  # type: ignore[index]
     assert pickle.loads(pickle.dumps(parsed)) == copy.deepcopy(parsed) == parsed
 
 
@@ -309,7 +303,7 @@ def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     text = well_formed(objects, dialect, ensure_ascii=ascii_only, indent=indent)
     expected = tuple(PredictedObject(label.strip(), tuple(box)) for label, box in objects)  # type: ignore[arg-type]
     check(text, expected, {}, False, dialect)
-    cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], dialect)
+    cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], DIALECTS[dialect])
     assert cut.objects == expected[: len(cut.objects)]
     assert not cut.dropped
     assert cut.truncated
@@ -358,7 +352,7 @@ PIECES = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(DIALECTS)))
 def test_no_text_raises(text: str, dialect: str) -> None:
-    parsed = parse_rollout(text, dialect)
+    parsed = parse_rollout(text, DIALECTS[dialect])
     assert all(count > 0 and reason in ObjectDropReason for reason, count in parsed.dropped.items())
     for found in parsed.objects:
         assert found.label == found.label.strip() != ""
@@ -376,6 +370,7 @@ HOSTILE: dict[str, Callable[[int], str]] = {
     "malformed elements": lambda n: "[" + '{"a":1 1},' * (n // 10),
     "crossed brackets": lambda n: "[" + "{[}]" * (n // 4),
     "openers of one kind, closers of the other": lambda n: "[" + "[{" * (n // 4) + "]" * (n // 2),
+    "tokens between quotes": lambda n: "[" + '{"<|coord_1|>" <|coord_1|>},' * (n // 28),
     "digits": lambda n: '[{"bbox_2d":[' + "9" * n + ',2,3,4],"label":"a"}]',
     "coordinate tokens": lambda n: '[{"bbox_2d":[' + "<|coord_" * (n // 8),
     "members": lambda n: "[{" + '"a":1,' * (n // 6) + '"a":1}]',
@@ -414,7 +409,7 @@ def count_lines(text: str, dialect: str) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        parse_rollout(text, dialect)
+        parse_rollout(text, DIALECTS[dialect])
     finally:
         sys.settrace(before)
     return lines

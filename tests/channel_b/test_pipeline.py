@@ -48,7 +48,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import may_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledger
 
@@ -91,7 +91,7 @@ class Recorder:
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
         self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
-        self.ledger.read(keys, **traits)
+        self.ledger.write(Entry.READ, keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         self.num_batches += 1
@@ -207,7 +207,7 @@ class Bench:
         self.pipeline.observe(StepView(**(view | changes)))
 
     def train(self, count: int = 1) -> list[Pack]:
-        """What the learner does with a step's packs."""
+        """Takes a step's packs as the learner does."""
         reservation = self.queue.reserve(count, current_version=self.clock.current)
         assert reservation is not None
         packs = reservation.take()
@@ -507,7 +507,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     keys = [key for pack, _ in bench.events.dropped_packs for key in pack.keys]
     if redraw:
         assert bench.events.quarantines == []
-        drawn = [item.key for item in bench.source.draw(len(keys))]
+        drawn = bench.source.draw(len(keys))
         assert drawn == [replace(key, attempt=1) for key in keys]
     else:
         assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
@@ -874,7 +874,8 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     A checkpoint is taken at every step, while the thread draws: the ledger must agree with each.
     """
     bench = make_bench(target_packs=3, limit=3, ledger_path=tmp_path / "rank0.jsonl")
-    bench.events.ledger.start(
+    bench.events.ledger.write(
+        Entry.START,
         run_id="run",
         step=0,
         world_size=1,
@@ -903,9 +904,9 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     draw = bench.source.draw
 
     def remember(count: int) -> Any:
-        items = draw(count)
-        drawn.update({(item.key.epoch, item.key.position): item.key for item in items})
-        return items
+        keys = draw(count)
+        drawn.update({(key.epoch, key.position): key for key in keys})
+        return keys
 
     bench.source.draw = remember  # type: ignore[method-assign]
     bench.pipeline.start()
@@ -963,7 +964,7 @@ def test_no_segment_falls_between_two_versions(
     bench = make_bench()
     returned: list[SampleKey] = []
     segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
-    monkeypatch.setattr(bench.pipeline, "_clock", RacingClock())
+    monkeypatch.setattr(bench.pipeline, "clock", RacingClock())
     monkeypatch.setattr(bench.pipeline, "_segments", segments)
     monkeypatch.setattr(bench.pipeline, "_return_for_redraw", lambda keys, _: returned.extend(keys))
     monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)

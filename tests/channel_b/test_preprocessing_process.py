@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
+from swift.utils import import_external_file
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, ProcessPreprocessor, ThreadPreprocessor
@@ -120,7 +122,7 @@ def test_evaluation_judges_alike(
         else:
             assert type(found) is type(expected)
             assert str(found) == str(expected)
-            assert "another prompt" in str(found)
+            assert "the server's prompt must equal" in str(found)
 
 
 def test_a_bad_sample_is_refused_and_costs_no_other(
@@ -234,6 +236,41 @@ def test_the_kernel_ends_it_with_its_rank_although_its_socket_stays_open() -> No
             rank.kill()
         psutil.wait_procs([worker], timeout=30)
         assert not worker.is_running()
+
+
+PLUGIN = """
+from pathlib import Path
+from swift_stage2.errors import SampleError
+
+with Path(__file__).with_suffix(".imports").open("a") as imports:
+    imports.write("once ")
+
+class Parts:
+    def with_span(self, span):
+        return self
+
+    def attach_model(self): ...
+
+    def encode_prompt(self, sample):
+        raise SampleError("refused by a user's class")
+"""
+
+
+def test_of_the_users_files_only_that_is_imported_there_which_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # ms-swift adds their folder
+    modules = {}
+    for name in ("needed", "unused"):
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+        modules[name] = import_external_file(str(tmp_path / f"{name}.py"))
+    parts = modules["needed"].Parts()
+    with closing(ProcessPreprocessor(parts, parts, packing_length=1, trace=Trace(False))) as there:
+        there.await_ready()
+        (refusal,) = there.prepare([rollout_of(sample_of(rows[0]), "", ())])
+    assert str(refusal) == "refused by a user's class"
+    assert (tmp_path / "needed.imports").read_text() == "once once "
+    assert (tmp_path / "unused.imports").read_text() == "once "
 
 
 PROGRAM_WITH_A_PIXEL_LIMIT = """

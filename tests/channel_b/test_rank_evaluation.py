@@ -270,7 +270,7 @@ def test_rows_that_cannot_be_used_fail_and_the_others_count(
     assert scene.events.given_up_rows.keys() == {0, 2, 4}
     assert "poison" in scene.events.given_up_rows[0]
     assert "readable file" in scene.events.given_up_rows[2]
-    assert "another prompt" in scene.events.given_up_rows[4]
+    assert "the server's prompt must equal" in scene.events.given_up_rows[4]
 
 
 def _target(quality: MatchQuality, metrics: dict[str, tuple[float, float]]) -> Target:

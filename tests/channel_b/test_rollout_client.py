@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from fake_rollout_server import (
     Answer,
     Call,
     FakeRolloutServer,
+    await_settled,
     echo,
     error,
     output,
@@ -25,6 +25,7 @@ from fake_rollout_server import (
     request,
     stamped,
 )
+from free_port import free_port
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, lane
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
@@ -54,7 +55,7 @@ def fence() -> InferFence:
 
 @pytest.fixture
 def forever() -> Iterator[threading.Event]:
-    """What never happens while the test runs, and lets go of every handler afterwards."""
+    """An event that never comes while the test runs, and lets go of every handler afterwards."""
     event = threading.Event()
     yield event
     event.set()
@@ -106,9 +107,7 @@ def positions(samples: tuple[Sample, ...]) -> list[int]:
 
 
 def closed_port() -> str:
-    with closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def failing_on(*bad: str) -> Callable[[Call], Answer]:
@@ -570,7 +569,7 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
     server.on_infer = lambda call: echo(call, after=forever)
     with make_client(server, fence=fence, request_timeout_s=0.6) as client:
         outcome = ask(client, 1)
-        assert client.settle(server.url)
+        await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})
     assert positions(outcome.returned) == positions(outcome.timed_out) == [0]
     assert server.batch_sizes == [1]
@@ -623,22 +622,26 @@ def test_a_server_that_trickles_meets_the_same_deadline(server: FakeRolloutServe
 
 
 def test_a_post_is_unsettled_before_its_ticket_goes_back(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[int, int]] = []
     server.on_infer = lambda call: echo(call, after=forever)
 
-    def look(url: str) -> None:
-        seen.append((url, fence.in_flight, client.num_unsettled))
+    class WatchedFence(InferFence):
+        @contextmanager
+        def ticket(self, timeout_s: float) -> Iterator[InferTicket]:
+            with super().ticket(timeout_s) as ticket:
+                yield ticket
+                seen.append((self.in_flight, client.num_unsettled))
 
-    client: RolloutClient = make_client(server, fence=fence, request_timeout_s=0.2, on_abandoned=look)
+    client: RolloutClient = make_client(server, fence=WatchedFence(version=3), request_timeout_s=0.2)
     with client:
         ask(client, 1)
-    assert seen == [(server.url, 1, 1)]
+    assert seen == [(1, 1)]
 
 
 def test_the_server_stays_busy_until_the_ordered_call_answers(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
 ) -> None:
     answer_reset, good_reset = threading.Event(), server.on_reset
     server.on_infer = lambda call: echo(call, after=forever)
@@ -647,9 +650,8 @@ def test_the_server_stays_busy_until_the_ordered_call_answers(
         ask(client, 1)
         server.wait_until(lambda: len(server.reset_calls) == 1)
         assert (fence.in_flight, client.num_unsettled) == (0, 1)
-        settled = background.submit(client.settle, server.url)
         answer_reset.set()
-        assert settled.result(timeout=PATIENCE_S)
+        await_settled(client)
         assert (client.num_unsettled, client.proven) == (0, (server.url,))
 
 
@@ -659,7 +661,7 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
     server.on_infer = server.on_reset = lambda call: Answer(after=forever)
     with make_client(server, fence=fence, request_timeout_s=0.2) as client:
         first = ask(client, 1)
-        client.settle(server.url)
+        await_settled(client)
         assert (client.num_unsettled, client.proven) == (0, ())
         assert "could not be settled" in client.suspects[server.url]
         second = ask(client, 1)
@@ -684,7 +686,8 @@ def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
         outcome = ask(client, 2)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
         answer_reset.set()
-        assert client.settle(server.url)
+        await_settled(client)
+        assert client.suspects == {}
     assert positions(outcome.returned) == [0, 1]
     assert server.batch_sizes == [2, 2]
 
@@ -700,7 +703,7 @@ def test_an_ordered_call_that_fails_is_tried_once_more(
     server.on_reset = lambda call: answer
     with make_client(server, fence=fence, request_timeout_s=1.5) as client:
         ask(client, 1)
-        client.settle(server.url)
+        await_settled(client)
         assert named in client.suspects[server.url]
     assert len(server.reset_calls) == 2
 

@@ -42,12 +42,12 @@ def _epoch(source: SampleSource, epoch: int) -> list[int]:
     indices: list[int] = []
     while True:
         state = source.state_dict()
-        (drawn,) = source.draw(1)
-        if drawn.key.epoch > epoch:
+        (key,) = source.draw(1)
+        if key.epoch > epoch:
             source.load_state_dict(state)
             return indices
-        indices.append(drawn.key.index)
-        _settle(source, [drawn.key])
+        indices.append(key.index)
+        _settle(source, [key])
 
 
 @given(count=st.integers(1, 40), world_size=st.integers(1, 5), seed=st.integers(0, 2**40))
@@ -82,10 +82,8 @@ def test_rows_without_objects_are_as_if_they_were_not_there(flags: list[bool], w
         )
         num_draws = 2 * len(usable) + 1
         drawn, expected = source.draw(num_draws), others_left_out.draw(num_draws)
-        assert [item.key for item in drawn] == [
-            replace(item.key, index=usable[item.key.index]) for item in expected
-        ]
-        assert all(item.sample is not None for item in drawn)
+        assert drawn == [replace(key, index=usable[key.index]) for key in expected]
+        assert [source.read(key).key for key in drawn] == drawn
         state, expected_state = source.state_dict(), others_left_out.state_dict()
         outstanding = [[*key[:2], usable[key[2]], key[3]] for key in expected_state["outstanding"]]
         assert state == expected_state | {"outstanding": outstanding}
@@ -114,7 +112,7 @@ def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
 
 
 def test_a_draw_may_cross_epochs() -> None:
-    keys = [drawn.key for drawn in _source(3).draw(7)]
+    keys = _source(3).draw(7)
     assert [(key.epoch, key.position) for key in keys] == [
         (0, 0),
         (0, 1),
@@ -127,22 +125,21 @@ def test_a_draw_may_cross_epochs() -> None:
 
 
 def test_a_sample_carries_its_row_labels_and_boxes() -> None:
-    (drawn,) = _source().draw(1)
-    assert drawn.sample is not None
-    assert drawn.error is None
-    number = drawn.key.index
-    assert drawn.sample.row["id"] == number
-    assert drawn.sample.truth.labels == (f"label {number}",)
-    assert drawn.sample.truth.boxes == ((0.0, 0.0, float(number), float(number)),)
-    assert drawn.sample.key == drawn.key
+    source = _source()
+    (key,) = source.draw(1)
+    sample, number = source.read(key), key.index
+    assert sample.row["id"] == number
+    assert sample.truth.labels == (f"label {number}",)
+    assert sample.truth.boxes == ((0.0, 0.0, float(number), float(number)),)
+    assert sample.key == key
 
 
 def test_what_comes_back_is_drawn_first_and_in_order() -> None:
     source = _source()
-    keys = [drawn.key for drawn in source.draw(4)]
+    keys = source.draw(4)
     source.give_back([keys[2], keys[0]], ReturnReason.FAILED)
     source.give_back([keys[1]], ReturnReason.STALE)
-    assert [drawn.key for drawn in source.draw(4)] == [
+    assert source.draw(4) == [
         keys[2],
         keys[0],
         replace(keys[1], attempt=1),
@@ -152,22 +149,21 @@ def test_what_comes_back_is_drawn_first_and_in_order() -> None:
 
 def test_a_settled_sample_cannot_come_back() -> None:
     source = _source()
-    keys = [drawn.key for drawn in source.draw(2)]
+    keys = source.draw(2)
     _settle(source, keys[:1])
     source.give_back(keys, ReturnReason.FAILED)
     assert source.num_outstanding == 1
-    assert [drawn.key.position for drawn in source.draw(2)] == [1, 2]
+    assert [key.position for key in source.draw(2)] == [1, 2]
 
 
 def test_bad_rows_are_told_with_their_key_and_stay_outstanding() -> None:
     rows = _rows(3)
     rows[1] = {"objects": {"ref": ["x"], "bbox": [[5, 0, 1, 1]]}}
     source = SampleSource(rows, make_task(), rank=0, world_size=1, seed=0)
-    drawn = {item.key.index: item for item in source.draw(3)}
-    assert drawn[1].sample is None
-    assert isinstance(drawn[1].error, SampleError)
-    assert "0 <= x1 <= x2" in str(drawn[1].error)
-    assert [drawn[n].error for n in (0, 2)] == [None, None]
+    drawn = {key.index: key for key in source.draw(3)}
+    with pytest.raises(SampleError, match="0 <= x1 <= x2"):
+        source.read(drawn[1])
+    assert [source.read(drawn[n]).key.index for n in (0, 2)] == [0, 2]
     assert source.num_outstanding == 3
 
 
@@ -266,7 +262,7 @@ class Stream(RuleBasedStateMachine):
     @rule(count=st.integers(0, 5))
     def draw(self, count: int) -> None:
         expected = [self.again.popleft() if self.again else self._fresh_key() for _ in range(count)]
-        assert [drawn.key for drawn in self.source.draw(count)] == expected
+        assert self.source.draw(count) == expected
         self.in_hand += expected
 
     def _take(self, data: st.DataObject) -> list[SampleKey]:
@@ -291,7 +287,7 @@ class Stream(RuleBasedStateMachine):
 
     @rule()
     def save_and_resume(self) -> None:
-        """What was in hand is lost with the process; a new one draws it again before anything new."""
+        """All that was in hand is lost with the process; a new one draws it again before anything new."""
         state = json.loads(json.dumps(self.source.state_dict()))
         self.source = _source(**self.identity)
         self.source.load_state_dict(state)

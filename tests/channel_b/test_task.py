@@ -9,6 +9,7 @@ import pytest
 from real_model import answer_and_objects, make_encoder, make_task, make_template, rollout_of, sample_of
 
 from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.errors import ConfigError
@@ -43,7 +44,7 @@ def _correct(task: DetectionTask, text: str, **options: Any) -> Target:
 
 
 def _objects(target: Target, dialect: str = "object_list") -> list[tuple[str, tuple[int, ...]]]:
-    return [(found.label, found.box) for found in parse_rollout(target.text, dialect).objects]
+    return [(found.label, found.box) for found in parse_rollout(target.text, DIALECTS[dialect]).objects]
 
 
 def test_the_predicted_order_comes_first_and_what_was_missed_follows() -> None:

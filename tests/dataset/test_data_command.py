@@ -98,6 +98,24 @@ def test_a_call_that_cannot_be_used_ends_with_2(arguments: list[str], words: str
     assert "Traceback" not in done.stderr
 
 
+def test_a_misspelt_option_is_told_with_the_commands_own_usage() -> None:
+    done = _run("a.jsonl", "--decod")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: swift-stage2 data check ")
+    assert "unrecognized arguments: --decod; did you mean --decode?" in done.stderr
+
+
+def test_rows_of_another_task_are_judged_by_form_and_images_alone(tmp_path: Path) -> None:
+    row = make_row(make_image(tmp_path / "a.png"), answer="3")
+    del row["objects"]
+    file = write_rows(tmp_path / "rows.jsonl", [row])
+    assert _run(file, "--task", "counting").returncode == 0
+    (tmp_path / "a.png").unlink()
+    done = _run(file, "--task", "counting")
+    assert done.returncode == 1
+    assert "image readable" in done.stdout
+
+
 def test_rows_for_channel_a_alone_are_allowed_where_asked_for(tmp_path: Path) -> None:
     row = make_row(make_image(tmp_path / "a.png"), answer="A room.")
     del row["objects"]

@@ -1,4 +1,4 @@
-"""Whatever a row holds in whatever place, it is told by file and line; nothing that reads rows ends in an error."""
+"""A row is told by file and line, whatever it holds and where; nothing that reads rows ends in an error."""
 
 from __future__ import annotations
 

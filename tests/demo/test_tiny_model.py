@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from swift_stage2.demo.grounding_dataset import answer_text
-from swift_stage2.demo.scenes import SceneKind, make_scene
-from swift_stage2.demo.tiny_model import (
+from benchmarks.tiny_model import (
     END_OF_TURN_ID,
     IMAGE_TOKEN_ID,
     SPECIAL_TOKENS,
@@ -20,6 +18,8 @@ from swift_stage2.demo.tiny_model import (
     build_tokenizer,
     save_model,
 )
+from swift_stage2.demo.grounding_dataset import answer_text
+from swift_stage2.demo.scenes import SceneKind, make_scene
 
 TOKENIZER = build_tokenizer()
 OBJECT_MAP = '{"object_1": {"desc": "red square", "bbox_2d": [1, 22, 333, <|coord_4|>]}}'

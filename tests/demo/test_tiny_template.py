@@ -12,6 +12,7 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from benchmarks.make_stage1 import Stage1
+from benchmarks.tiny_model import IMAGE_TOKEN_ID, VIDEO_TOKEN_ID
 from swift_stage2.demo import tiny_template
 from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.demo.scenes import SceneKind, make_scene
@@ -33,6 +34,11 @@ def test_the_trained_prompt_is_the_prompt_of_inference(template: Any, size: tupl
     asked = _row(0, size)
     del asked["objects"], asked["messages"][1:]
     assert list(template.encode(asked)["input_ids"]) == list(trained["input_ids"][:start])
+
+
+def test_the_template_knows_the_vocabularys_ids() -> None:
+    assert TinyVLTemplate.image_token_id == IMAGE_TOKEN_ID
+    assert TinyVLTemplate.video_token_id == VIDEO_TOKEN_ID
 
 
 def test_the_prompt_is_short(template: Any) -> None:

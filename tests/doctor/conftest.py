@@ -23,7 +23,7 @@ KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the doctor sets for its own process is undone, and no key or proxy of this machine counts."""
+    """The doctor's settings of its own process are undone, and no key or proxy of this machine counts."""
     for name in ("CUDA_VISIBLE_DEVICES", "QWENVL_BBOX_FORMAT", "LOG_LEVEL"):
         monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": "", "QWENVL_BBOX_FORMAT": "new"}.get(name, "ERROR"))
     for name in (

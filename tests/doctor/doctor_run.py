@@ -17,7 +17,7 @@ from swift_stage2.doctor import command
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor said and how it exited."""
+    """The doctor's words and its exit status."""
 
     status: int
     findings: list[dict[str, Any]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,32 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         timeout=100,
         env=dict(os.environ) | environment,
     )
+
+
+INTERRUPTED = """
+import pathlib, sys, time
+from swift_stage2.doctor import command
+
+def examine(exam, path, options, scratch):
+    print(scratch, flush=True)
+    time.sleep(60)
+
+command.examine = examine
+command.main([sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_folder(configure: Configure, number: signal.Signals) -> None:
+    command_line = [sys.executable, "-c", INTERRUPTED, str(configure(DEAD))]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stdout is not None
+        scratch = Path(doctor.stdout.readline().strip())
+        assert scratch.is_dir()
+        doctor.send_signal(number)
+        doctor.communicate(timeout=60)
+    assert not scratch.exists()
+    assert number is signal.SIGINT or doctor.returncode == 128 + number
 
 
 # --- exit statuses -----------------------------------------------------------------------------------
@@ -109,7 +136,6 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
         "starvation grace": "200 * 0.25 = 50",
         "round time": "30 >= 10 + 512 / 100 = 16",
         "request time": "30 >= 1 + 100 / 400 = 2",
-        "deadlines": "request 30 s, start 600 s, sync 30 s, control 1800 s",
         "devices": "learner: CPU only; server 0: CPU only",
         "ports": f"ports {port} and {group_port} are free",
     }

@@ -122,7 +122,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
         target = make_target(rollout_of(sample, answer, prompt.token_ids), prompt, encoder, task)
         assert target.text == answer
         assert target.quality.num_pairs == len(row["objects"]["ref"]) > 0
-        assert len(parse_rollout(answer, "named_boxes").objects) == len(row["objects"]["ref"])
+        assert len(parse_rollout(answer, DIALECTS["named_boxes"]).objects) == len(row["objects"]["ref"])
     # The process that preprocesses knows nothing of the file, and need not.
     with closing(
         ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))

@@ -55,7 +55,7 @@ def test_every_loss_every_batch_and_the_last_weights_are_the_same_bits(
 
 
 def _copy(recorded: LearnerRun, directory: Path) -> Path:
-    """What a replay reads of a run, and nothing else."""
+    """Copies the files that a replay reads, and nothing else."""
     for part in ("record", "ledger"):
         shutil.copytree(recorded.directory / part, directory / part)
     return directory

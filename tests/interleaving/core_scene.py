@@ -202,30 +202,29 @@ class CorePipeline:
         if len(self.queue.peek_versions()) >= setting.queue_limit + 1:
             return False
         mine.producing = True
-        (drawn,) = self._source.draw(1)
-        assert drawn.sample is not None
+        (key,) = self._source.draw(1)
         with self.preparation():
-            rollout = self._client.generate(drawn.sample)
+            rollout = self._client.generate(self._source.read(key))
             if rollout is None:
-                self._source.give_back([drawn.key], ReturnReason.FAILED)
+                self._source.give_back([key], ReturnReason.FAILED)
                 mine.producing = False
                 return False
             self._scene.ledger.rollout(rollout, self._scene.server)
             if setting.failing_pipeline == (self._rank, self._num_made):
                 raise RuntimeError("the disk went away")
             self._num_made += 1
-            pack = Pack(str(self._num_made), rollout.version, {}, (drawn.key,), 1, 1, 1)
+            pack = Pack(str(self._num_made), rollout.version, {}, (key,), 1, 1, 1)
             self.queue.offer(pack, current_version=self._clock.current)
         mine.producing = False
         return len(self.queue.peek_versions()) < setting.queue_limit
 
     def preparation(self) -> AbstractContextManager[Any]:
-        """What the whole of a production is done under: nothing."""
+        """A production holds nothing of its own."""
         return nullcontext()
 
 
 class CoreParts:
-    """What a mutation may replace."""
+    """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
     queue: type[ReadyQueue[Pack]] = ReadyQueue

@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever the schedule: facts come in from the scene, violations end the run.
+"""Invariants of every run, whatever the schedule: facts come in from the scene, violations end the run.
 
 Facts are what really happened (the weights that a server computed with, when), never what the code under test says
 of itself.

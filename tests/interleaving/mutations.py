@@ -16,10 +16,11 @@ from interleaving.scene import Parts
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import Drawn, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
-from swift_stage2.records import Pack
+from swift_stage2.records import Pack, SampleKey
+from swift_stage2.telemetry.ledger import Entry
 
 _FOR_EVER_S = 1000.0
 
@@ -28,7 +29,7 @@ class GuardedPipeline(Pipeline):
     """Failure 2: a sync asked for between guard and POST waits for the guard, and the POST for the sync."""
 
     def _produce(self, num_samples: int) -> bool:
-        lane = next(iter(self._client._lanes.values()))
+        lane = next(iter(self.client._lanes.values()))
         with lane._settings.fence.ticket(_FOR_EVER_S):
             return super()._produce(num_samples)
 
@@ -83,7 +84,7 @@ class LosingPipeline(Pipeline):
     """Samples of dropped packs do not return to the stream."""
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
-        self._events.dropped(pack, reason)
+        self.events.dropped(pack, reason)
 
 
 class PatientQueue(ReadyQueue[Pack]):
@@ -96,11 +97,11 @@ class PatientQueue(ReadyQueue[Pack]):
 class LateTellingSource(SampleSource):
     """Tells the ledger what was drawn once the lock is free again: a checkpoint may be told first."""
 
-    def draw(self, count: int) -> list[Drawn]:
+    def draw(self, count: int) -> list[SampleKey]:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
-        self._events.drawn(keys)
-        return [self._read(key) for key in keys]
+        self._events.write(Entry.DRAWN, keys)
+        return keys
 
 
 class UnpinnedEvaluation(PinnedEvaluation):

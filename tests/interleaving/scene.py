@@ -43,6 +43,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.weights.export import WeightExport
@@ -60,7 +61,7 @@ _NETWORK = Network()
 
 
 class Parts:
-    """What a mutation may replace."""
+    """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
     queue: type[ReadyQueue[Pack]] = ReadyQueue
@@ -154,7 +155,7 @@ class RankEvents:
         self._told = told
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
-        self._told.read(keys, **traits)
+        self._told.write(Entry.READ, keys, **traits)
 
     def batch(self, outcome: BatchOutcome, seconds: float) -> None:
         counts = self._ledger.counts
@@ -197,7 +198,7 @@ class RankEvents:
 
 
 class MemoryLog:
-    """What the package's own ledger of samples was told, in place of a file."""
+    """Keeps what the package's own ledger of samples was told, in place of a file."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -325,7 +326,7 @@ class Scene:
             active().stop()
 
     def check_told(self) -> None:
-        """What ``swift-stage2 report`` would say of the run. Raises ``Violation`` unless it balances."""
+        """Judges the run as ``swift-stage2 report`` would. Raises ``Violation`` unless it balances."""
         account = account_of({rank: log.records for rank, log in enumerate(self._logs)})
         broken = [*account.violations, *(broken for rank in account.ranks for broken in rank.violations)]
         if broken:
@@ -372,7 +373,8 @@ class Scene:
         clock = VersionClock()
         told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
         source = parts.source(_ROWS, StubTask(), rank=rank, world_size=setting.num_ranks, seed=0, events=told)
-        told.start(
+        told.write(
+            Entry.START,
             run_id="run",
             step=0,
             world_size=setting.num_ranks,

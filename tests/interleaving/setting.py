@@ -1,4 +1,4 @@
-"""What one seed stands for besides its schedule: the size of the scene, its configuration, and what goes wrong."""
+"""One seed's setting besides its schedule: the size of the scene, its configuration, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Meeting:
 
 
 class MeetingRoom:
-    """What the ranks share."""
+    """The ranks' common state."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size

@@ -38,7 +38,7 @@ class Computation:
 
 @dataclass(slots=True)
 class Fate:
-    """What the scene lets happen to one POST of rollouts."""
+    """One POST of rollouts has the end that the scene chose for it."""
 
     latency_s: float = 0.0
     status: int = 200
@@ -48,7 +48,7 @@ class Fate:
 
 @dataclass
 class Watcher:
-    """What the scene wants to know and decide. Replaced per run."""
+    """The scene's questions and decisions. Replaced per run."""
 
     fate_of_infer: Callable[[VirtualServer, Any], Fate] = lambda server, body: Fate()
     on_infer: Callable[[VirtualServer], None] = lambda server: None

@@ -1,4 +1,4 @@
-"""What a server that was killed leaves on its port: a connection that it closed first, kept for a minute."""
+"""A killed server leaves this on its port: a connection that it closed first, kept for a minute."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fake_rollout_server import FakeRolloutServer, error
 
 from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
-from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, RestartBudget
+from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.launch.process_tree import Command
 from swift_stage2.servers import protocol as rollout_protocol
@@ -59,20 +59,18 @@ def test_a_server_of_ours_takes_the_port_at_once() -> None:
 
 
 def test_nothing_is_restarted_unless_that_is_wanted() -> None:
-    assert RestartBudget(RestartConfig()).next_delay_s(137) is None
+    assert restart_delay_s(RestartConfig(), 137, 0) is None
 
 
 def test_an_orderly_end_is_no_failure() -> None:
-    budget = RestartBudget(RestartConfig(policy=RestartPolicy.ON_FAILURE))
-    assert budget.next_delay_s(0) is None
-    assert budget.num_restarts == 0
+    assert restart_delay_s(RestartConfig(policy=RestartPolicy.ON_FAILURE), 0, 0) is None
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])
 def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
-    budget = RestartBudget(RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0))
-    assert [budget.next_delay_s(status) for _ in range(5)] == [2.0, 4.0, 8.0, None, None]
-    assert budget.describe() == "restart 3 of 3"
+    config = RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0)
+    delays = [restart_delay_s(config, status, number) for number in range(5)]
+    assert delays == [2.0, 4.0, 8.0, None, None]
 
 
 DEADLINE_S = 20.0

@@ -183,7 +183,7 @@ def test_a_servers_own_environment_reaches_it_alone() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in plan.learner.environment
 
 
-def test_names_of_swift_arguments_are_checked_beside_the_start_of_servers_only() -> None:
+def test_names_of_swift_arguments_are_checked_before_servers_start_only() -> None:
     plan = plan_launch(config(launch=servers({})), Path("/c/run.yaml"), OUTER)
     assert plan.argument_check is not None
     assert plan.argument_check.argv[1:] == (

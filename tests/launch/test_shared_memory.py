@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.launch.warden import Abandoned, SharedMemoryWatch, mapped_by
+from swift_stage2.launch.warden import SharedMemoryWatch, mapped_by
 
 _DEADLINE_S = 60.0
 _SHM = Path("/dev/shm")
@@ -75,11 +75,11 @@ def test_what_a_killed_process_had_made_is_removed(hold: Hold) -> None:
     watch = SharedMemoryWatch()
     held = hold()
     watch.look(held.tree)
-    assert watch.unlink_abandoned() == Abandoned()  # it is in use
+    assert watch.unlink_abandoned() == ([], [])  # it is in use
     held.kill()
-    assert watch.unlink_abandoned() == Abandoned(removed=(str(held.path),))
+    assert watch.unlink_abandoned() == ([str(held.path)], [])
     assert not held.path.exists()
-    assert watch.unlink_abandoned() == Abandoned()
+    assert watch.unlink_abandoned() == ([], [])
 
 
 def test_what_was_there_before_stays_whatever_its_name(hold: Hold) -> None:
@@ -89,7 +89,7 @@ def test_what_was_there_before_stays_whatever_its_name(hold: Hold) -> None:
     held = hold(made.path.name)
     watch.look(held.tree)
     held.kill()
-    assert watch.unlink_abandoned() == Abandoned()
+    assert watch.unlink_abandoned() == ([], [])
     assert made.path.exists()
 
 
@@ -104,7 +104,7 @@ def test_a_file_of_the_users_own_that_the_tree_read_stays(hold: Hold, folder: st
         held = hold(str(own), code=_READER)
         watch.look(held.tree)
         held.kill()
-        assert watch.unlink_abandoned() == Abandoned(left=() if folder else (str(own),))
+        assert watch.unlink_abandoned() == ([], [] if folder else [str(own)])
         assert own.exists()
     finally:
         own.unlink(missing_ok=True)
@@ -118,9 +118,9 @@ def test_what_another_process_held_when_it_was_first_seen_stays_and_is_told(hold
     held = hold(other.path.name)
     watch.look(held.tree)
     held.kill()
-    assert watch.unlink_abandoned() == Abandoned()  # the other uses it
+    assert watch.unlink_abandoned() == ([], [])  # the other uses it
     other.kill()
-    assert watch.unlink_abandoned() == Abandoned(left=(str(other.path),))
+    assert watch.unlink_abandoned() == ([], [str(other.path)])
     assert other.path.exists()
 
 
@@ -132,7 +132,7 @@ def test_a_name_that_somebody_took_anew_stays(hold: Hold) -> None:
     anew = held.path.with_name(uuid.uuid4().hex)
     anew.write_bytes(b"another program's")
     anew.replace(held.path)
-    assert watch.unlink_abandoned() == Abandoned()
+    assert watch.unlink_abandoned() == ([], [])
     assert held.path.read_bytes() == b"another program's"
 
 
@@ -141,7 +141,7 @@ def test_what_the_tree_never_mapped_stays(hold: Hold) -> None:
     held = hold()
     watch.look([psutil.Process(os.getpid())])
     held.kill()
-    assert watch.unlink_abandoned() == Abandoned()
+    assert watch.unlink_abandoned() == ([], [])
     assert held.path.exists()
 
 
@@ -191,9 +191,9 @@ def test_a_semaphore_that_only_its_name_ties_to_a_killed_process_is_removed(hold
     semaphore.write_bytes(bytes(32))
     try:
         watch.look(held.tree)
-        assert watch.unlink_abandoned() == Abandoned()  # its owner lives
+        assert watch.unlink_abandoned() == ([], [])  # its owner lives
         held.kill()
-        assert watch.unlink_abandoned().removed == tuple(sorted((str(held.path), str(semaphore))))
+        assert watch.unlink_abandoned() == (sorted((str(held.path), str(semaphore))), [])
     finally:
         semaphore.unlink(missing_ok=True)
 

@@ -73,7 +73,7 @@ def test_a_good_file_passes_blank_lines_included(tmp_path: Path, row: dict[str, 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"messages": [', ":2: every line must be one JSON object: Expecting value"),
+        ('{"messages": [', ":2: every line must be one JSON object: Expecting value at character 16;"),
         ("not json", ":2: every line must be one JSON object"),
         ("[1]", ":2: a row is an object with messages="),
         ("{}", ":2: a row is an object with messages="),

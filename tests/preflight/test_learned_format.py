@@ -22,6 +22,7 @@ from real_model import (
 )
 
 from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.preprocessing import (
@@ -289,5 +290,5 @@ def test_the_parser_takes_both_key_orders_and_the_empty_answer() -> None:
     for text in ('[{"label": "a", "bbox_2d": [1, 2, 3, 4]}]', '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}]'):
         assert len(parse_rollout(text).objects) == 1
     for text, dialect in (("[]", "object_list"), ("```json\n[]\n```", "object_list"), ("{}", "object_map")):
-        parsed = parse_rollout(text, dialect)
+        parsed = parse_rollout(text, DIALECTS[dialect])
         assert (parsed.objects, dict(parsed.dropped), parsed.truncated) == ((), {}, False)

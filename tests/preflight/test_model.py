@@ -1,4 +1,4 @@
-"""What is refused of checkpoints and models before anything is loaded, families against ms-swift's own registry."""
+"""Checkpoints and models are refused before anything is loaded, families against ms-swift's own registry."""
 
 from __future__ import annotations
 

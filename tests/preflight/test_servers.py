@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
@@ -36,12 +37,6 @@ def busy_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def started(*servers: dict[str, Any]) -> Stage2Config:
     """Servers that launch starts."""
     return bind(
@@ -60,16 +55,16 @@ def here(port: int, group_port: int, host: str = "127.0.0.1") -> dict[str, Any]:
 
 
 def test_free_ports_pass() -> None:
-    ports = [unused_port(), unused_port()]
+    ports = [free_port(), free_port()]
     assert refuse_busy_ports(started(here(*ports)), [0]) == ports
 
 
 def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
-    config = started(here(busy_port, unused_port()), here(unused_port(), unused_port()))
+    config = started(here(busy_port, free_port()), here(free_port(), free_port()))
     with pytest.raises(ConfigError, match=rf"port={busy_port} .*process {os.getpid()} .*\[0\]\.base_url"):
         refuse_busy_ports(config, [0])
     refuse_busy_ports(config, [1])
-    config = started(here(unused_port(), unused_port()), here(unused_port(), busy_port))
+    config = started(here(free_port(), free_port()), here(free_port(), busy_port))
     with pytest.raises(ConfigError, match=rf"port={busy_port} .*change rollout\.servers\[1\]\.group_port"):
         refuse_busy_ports(config, [0, 1])
 
@@ -85,8 +80,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("names")
 def test_two_names_of_one_machine_are_one_place() -> None:
-    group_port = unused_port()
-    config = started(here(unused_port(), group_port, "twin"), here(unused_port(), group_port))
+    group_port = free_port()
+    config = started(here(free_port(), group_port, "twin"), here(free_port(), group_port))
     with pytest.raises(
         ConfigError, match=rf"got port {group_port} of 127\.0\.0\.1, however it is named, for both"
     ):
@@ -94,7 +89,7 @@ def test_two_names_of_one_machine_are_one_place() -> None:
 
 
 def test_an_interface_is_no_address_to_listen_on() -> None:
-    config = started(here(unused_port(), unused_port()) | {"group_bind": "ib0"})
+    config = started(here(free_port(), free_port()) | {"group_bind": "ib0"})
     with pytest.raises(
         ConfigError, match=r"servers\[0\]\.group_bind must be an address .*group_bind='ib0'; write one"
     ):
@@ -153,7 +148,7 @@ def test_servers_alone_warn_of_open_ports_and_of_names_that_lead_nowhere_else(
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
     monkeypatch.setattr(launcher, "run_plan", lambda *_: 0)
     hosts = ("debian", "localhost", "0.0.0.0")
-    urls = [{"base_url": f"http://{host}:{unused_port()}", "group_port": unused_port()} for host in hosts]
+    urls = [{"base_url": f"http://{host}:{free_port()}", "group_port": free_port()} for host in hosts]
     path = tmp_path / "run.yaml"
     path.write_text(
         f"swift: {{model: m, output_dir: {tmp_path / 'run'}}}\n"

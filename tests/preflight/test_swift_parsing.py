@@ -1,4 +1,4 @@
-"""What ms-swift refuses is told in one line that names the argument."""
+"""Refusals of ms-swift are told in one line that names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is started below a server does not outlive it, however the server ends."""
+"""Processes below a server do not outlive it, however the server ends."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ _PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
 
 
 def end_of_both(scenario: str) -> list[str]:
-    """What both ranks wrote; the store is here, as torchrun's is in its agent. Both must end with status 70."""
+    """Returns what both ranks wrote; the store is here, as torchrun's is in its agent. Both must end with status 70."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What to mend when a port cannot be reached; with real sockets and, in ``test_several_hosts``, real networks."""
+"""Remedies when a port cannot be reached; with real sockets and, in ``test_several_hosts``, real networks."""
 
 from __future__ import annotations
 

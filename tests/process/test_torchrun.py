@@ -63,7 +63,7 @@ def test_no_number_is_named(name: str, value: str) -> None:
     ],
 )
 def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, str]) -> None:
-    """What happens there is shown on hosts of their own: ``test_several_hosts``."""
+    """The rest is shown on hosts of their own: ``test_several_hosts``."""
     check_gloo_address(environment)
 
 

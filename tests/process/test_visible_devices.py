@@ -13,8 +13,6 @@ from swift_stage2.errors import UserError
 from swift_stage2.process.visible_devices import (
     require_known_accelerator,
     require_visible_devices,
-    split_cores,
-    started_on,
 )
 
 STAGE1 = Path(__file__).parents[2] / "swift_stage2" / "demo" / "stage1"
@@ -106,21 +104,3 @@ def test_a_learner_on_a_gpu_that_is_not_there_does_not_train_on_the_cpu(tmp_path
     assert ended.stderr.splitlines()[-1].startswith(
         "swift-stage2 train: error: every device that is named must exist"
     )
-
-
-@pytest.mark.parametrize(
-    ("usable", "halves"),
-    [({3}, ({3}, {3})), ({4, 7}, ({4}, {7})), ({0, 1, 2, 3, 4}, ({0, 1}, {2, 3, 4}))],
-)
-def test_halves_are_disjoint_where_there_are_two_cores(
-    usable: set[int], halves: tuple[set[int], set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable)
-    assert split_cores() == halves
-
-
-def test_only_what_is_started_inside_runs_on_the_cores() -> None:
-    before = os.sched_getaffinity(0)
-    with started_on({max(before)}):
-        assert os.sched_getaffinity(0) == {max(before)}
-    assert os.sched_getaffinity(0) == before

@@ -9,10 +9,10 @@ from typing import Any
 
 from ledger_run import LedgerRun
 
-from swift_stage2.records import Rollout, Sample, SampleKey, StepRecord, VersionSpan
-from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import RunRecord, record_path
+from swift_stage2.telemetry.ledger import RecordEntry, completion_of, record_path
 
 SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
 
@@ -32,8 +32,9 @@ class RecordedRank:
     ) -> None:
         self.path = record_path(run_dir, rank)
         self.ledger = LedgerRun(run_dir, rank=rank, world_size=world_size, run_id=run_id, state=state)
-        self.record = RunRecord(AuditLog(self.path, rank))
-        self.record.start(
+        self.record = AuditLog(self.path, rank)
+        self.record.write(
+            RecordEntry.START,
             run_id=run_id,
             step=self.ledger.step,
             world_size=world_size,
@@ -46,7 +47,7 @@ class RecordedRank:
         """The next step is planned."""
         number = self.ledger.step
         self.ledger.step += 1
-        self.record.step(_planned(number, Channel.A))
+        self._write_plan(number, Channel.A)
         return number
 
     def plan_b(self) -> int:
@@ -56,36 +57,27 @@ class RecordedRank:
             self._num_packs += 1
             keys = self.ledger.draw(2)
             for key in keys:
-                self.record.completion(completion(key))
+                self.record.write(RecordEntry.COMPLETION, **completion_of(completion(key)))
             self.ledger.match(keys)
             self.ledger.pack(keys, f"p{self._num_packs}")
             self.ledger.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
         self.ledger.step += 1
-        self.record.step(_planned(number, Channel.B))
+        self._write_plan(number, Channel.B)
         return number
+
+    def _write_plan(self, number: int, channel: Channel) -> None:
+        self.record.write(RecordEntry.STEP, step=number, channel=channel, version=1)
 
     def end(self, number: int) -> None:
         """That step has trained."""
-        self.record.losses(number, [(number + 0.1).hex(), (number + 0.2).hex()])
+        self.record.write(
+            RecordEntry.LOSSES, step=number, losses=[(number + 0.1).hex(), (number + 0.2).hex()]
+        )
 
     def train(self, channels: str) -> None:
         """Whole steps."""
         for channel in channels:
             self.end(self.plan_a() if channel == "A" else self.plan_b())
-
-
-def _planned(step: int, channel: Channel) -> StepRecord:
-    return StepRecord(
-        step=step,
-        plan=StepPlan(channel),
-        version=1,
-        version_lag=None,
-        queue_depth=0,
-        infer_in_flight=0,
-        round_pending=False,
-        plan_seconds=0.0,
-        packs=(),
-    )
 
 
 def completion(key: SampleKey) -> Rollout:

@@ -24,7 +24,7 @@ def test_steps_hold_plan_packs_completions_and_losses(tmp_path: Path) -> None:
     assert [pack.pack_id for pack in second.packs] == ["p1", "p2"]
     assert [pack.num_tokens for pack in second.packs] == [30, 30]
     assert second.losses == ((1.1).hex(), (1.2).hex())
-    key = second.packs[1].completions[0].key
+    key = second.packs[1].completions[0].sample.key
     assert key == SampleKey(0, 2, key.index, 0)
     assert second.packs[1].completions[0].text == "[2]"
     assert second.packs[1].completions[0].token_ids == (5, 2)

@@ -16,8 +16,8 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
-from swift_stage2.records import Pack, Rollout, SampleKey, VersionSpan
-from swift_stage2.replay.recorded_run import RecordedCompletion, RecordedPack, RecordedStep
+from swift_stage2.records import Pack, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.scheduling.step_plan import Channel
 
@@ -47,28 +47,21 @@ def encoder() -> Encoder:
     return make_encoder()
 
 
-def _completion(position: int, text: str) -> RecordedCompletion:
+def _completion(position: int, text: str) -> Rollout:
     spans = (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
-    return RecordedCompletion(SampleKey(0, position, position), text, (1, 2), False, spans)
+    sample = Sample(SampleKey(0, position, position), {})
+    return Rollout(sample, text, (1, 2), (), False, 0, "s", spans)
 
 
-def _trained(
-    encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[RecordedCompletion]
-) -> Pack:
+def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[Rollout]) -> Pack:
     """As the pipeline makes it from a server's answers."""
     segments = []
     for completion in completions:
-        sample = sample_of(rows[completion.key.index], completion.key.position)
+        key = completion.sample.key
+        sample = sample_of(rows[key.index], key.position)
         prompt = encoder.encode_prompt(sample)
-        rollout = Rollout(
-            sample=sample,
-            text=completion.text,
-            token_ids=completion.token_ids,
-            prompt_token_ids=prompt.token_ids,
-            truncated=completion.truncated,
-            seed=9,
-            server="http://s",
-            spans=completion.spans,
+        rollout = replace(
+            completion, sample=sample, prompt_token_ids=prompt.token_ids, seed=9, server="http://s"
         )
         segments.append(make_segment(rollout, prompt, encoder, TASK)[0])
     return make_pack("p", segments, encoder, PACKING_LENGTH)

@@ -18,13 +18,13 @@ from swift_stage2.report.gallery import (
     MOST_SIDE,
     Gallery,
     UnreadableImage,
-    fates_of,
     filters_of,
     gallery_of,
     thumbnail,
 )
 from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
+from swift_stage2.report.samples import draws_of
 
 
 def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:
@@ -133,7 +133,7 @@ def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None
     run.match([once_more])
     run.pack([once_more])
     run.train([once_more])
-    told = fates_of(run.records())
+    told = {draw.key: draw.fate for draw in draws_of(run.records())}
     keys = {
         name: (key.epoch, key.position, key.index, key.attempt)
         for name, key in {

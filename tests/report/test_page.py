@@ -231,6 +231,18 @@ def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
     assert [series.name for series in chart.series] == ["precision", "recall", "F1", "mean IoU"]
 
 
+def test_the_metrics_of_a_task_stand_behind_the_others(tmp_path: Path) -> None:
+    RunFiles(tmp_path).start().train(2).evaluate().evaluate(mean_angle=12.5).end()
+    (section,) = (section for section in report(tmp_path).sections if section.key == "quality")
+    table, chart = section.parts
+    assert isinstance(table, Table)
+    assert isinstance(chart, Chart)
+    assert table.headings[-2:] == ("mean_angle", "end")
+    assert [row[-2] for row in table.rows] == ["–", "12.5"]
+    assert chart.series[-1].name == "mean_angle"
+    assert chart.y_title == "value"
+
+
 def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
     found = report(run_dir)
     assert "lag 0 is the noise of sampling" in sentences(found, "drift")

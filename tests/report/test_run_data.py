@@ -1,4 +1,4 @@
-"""What is read of a run: all of it, less what a resume made void and what a kill tore."""
+"""All of a run is read, less what a resume made void and what a kill tore."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.records import SampleKey
 from swift_stage2.report.samples import Comparison, Draw, Level, Trait, compare, draws_of, warnings
+from swift_stage2.telemetry.ledger import Entry
 
 NUM_DRAWS = 200
 
@@ -89,7 +90,7 @@ def test_few_are_not_tested_and_unknown_ones_are_counted() -> None:
 
 
 def _read(run: LedgerRun, keys: list[SampleKey], num_objects: int) -> None:
-    run.ledger.read(keys, num_objects=[num_objects] * len(keys), num_pixels=[None] * len(keys))
+    run.ledger.write(Entry.READ, keys, num_objects=[num_objects] * len(keys), num_pixels=[None] * len(keys))
 
 
 def test_draws_are_read_from_a_ledger_and_a_kill_is_nobodys_choice(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def merger(upstream: FakeRolloutServer) -> Iterator[LiveMerger]:
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What a held answer waits for; opened at the end in any case."""
+    """The gate that a held answer waits for; opened at the end in any case."""
     event = threading.Event()
     yield event
     event.set()

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 from fake_rollout_server import FakeRolloutServer, request
+from free_port import free_port as free_port
 
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
@@ -64,12 +65,6 @@ class LiveMerger:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw[:num_bytes])
         return connection
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 def infer_body(*texts: str, seed: int | None = 7, **config: Any) -> dict[str, Any]:

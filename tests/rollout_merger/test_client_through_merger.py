@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, request
+from fake_rollout_server import Answer, Call, FakeRolloutServer, await_settled, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
 
 from swift_stage2.channel_b.rollout_client import RolloutClient
@@ -117,7 +117,7 @@ def test_a_merger_that_gives_up_waiting_leaves_a_post_abandoned_not_failed(
         gate.set()
         assert outcome.timed_out == outcome.returned
         assert outcome.abandoned == {merger.url: 1}
-        assert client.settle(merger.url)
+        await_settled(client)
         assert client.suspects == {}
         assert len(upstream.reset_calls) >= 1
 

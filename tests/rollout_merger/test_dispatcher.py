@@ -29,7 +29,7 @@ class ScriptedUpstream:
         self.behave: Callable[[str], Answer] = lambda path: OK
         self.paths: list[str] = []
 
-    def call(self, method: str, path: str, body: bytes, *, most_bytes: int) -> Answer:
+    def forward(self, method: str, path: str, body: bytes, most_bytes: int) -> Answer:
         self.paths.append(path)
         return self.behave(path)
 

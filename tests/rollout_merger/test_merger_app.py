@@ -119,8 +119,10 @@ def test_the_watch_warns_at_each_moment_and_then_no_more() -> None:
     with SilenceWatch(url, said.append, moments_s=(0.0, 0.01)) as watch:
         assert watch.wait(LONGEST_WAIT_S)
     assert len(said) == 2
-    assert f"nothing listens at {url} after 0.01 s (" in said[1]
-    assert "start the server there, or correct --upstream" in said[1]
+    assert f"nothing listens at {url} after 0.01 s, and callers get 502: " in said[1]
+    assert (
+        "; start the server there, with a --host that this machine reaches, or correct --upstream" in said[1]
+    )
 
 
 def test_a_server_that_listens_is_no_reason_to_warn() -> None:

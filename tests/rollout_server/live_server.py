@@ -1,4 +1,4 @@
-"""What the server's tests share: a client of a running server, and the learner's side of a round."""
+"""The parts that the server's tests share: a client of a running server, and the learner's side of a round."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import torch
+from free_port import free_port as free_port
 from PIL import Image, ImageDraw
 
 from swift_stage2 import demo
@@ -70,12 +71,6 @@ def text_request(text: str = "hello") -> dict[str, Any]:
 
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "return_details": True}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a call holds is let go with its caller, also where it still waits for its turn."""
+"""All that a call holds is let go with its caller, also where it still waits for its turn."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import threading
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from fake_rollout_server import await_settled
 from live_server import (
     CALL_TIMEOUT_S,
     LearnerRound,
@@ -26,7 +28,7 @@ from swift_stage2.servers.protocol import RoundProof
 
 @pytest.fixture
 def proof(server: RunningServer) -> RoundProof:
-    """What a round has just proved of the server."""
+    """The proof of a round that the server has just ended."""
     return LearnerRound(server, load_learner(), run_id="run-1").run()
 
 
@@ -117,9 +119,10 @@ def test_an_abandoned_post_is_settled_once_the_engine_is_free(
     server.engine._queue.put_task(hold)
     assert blocked.wait(CALL_TIMEOUT_S)
     # The engine goes on as soon as the client has given the POST up.
-    with make_client(server, proof, request_timeout_s=5.0, on_abandoned=lambda url: release.set()) as client:
+    events = MagicMock(**{"finished.side_effect": lambda *_, **__: release.set()})
+    with make_client(server, proof, request_timeout_s=5.0, events=events) as client:
         outcome = ask(client, [image_request()])
-        assert client.settle(server.base_url)
+        await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})
     assert outcome.abandoned == {server.base_url: 1}
     assert [sample.key.position for sample in outcome.timed_out] == [0]

@@ -19,7 +19,7 @@ from swift_stage2.servers.http_app import bind
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would be built, instead of it."""
+    """The arguments of what would be built, instead of it."""
     asked: list[Any] = []
     monkeypatch.setattr(command_line, "require_vllm", lambda: None)
     monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv, **_: asked.append(list(argv)))

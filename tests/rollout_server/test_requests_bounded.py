@@ -1,4 +1,4 @@
-"""What one request may cost, whatever it holds: refused before it is decoded, tried once, forgotten with its caller."""
+"""One request costs little, whatever it holds: refused before it is decoded, tried once, forgotten with its caller."""
 
 from __future__ import annotations
 
@@ -291,11 +291,12 @@ def test_health_answers_while_a_call_of_many_conversations_is_read_and_refused(s
 
 
 def test_what_is_no_json_is_told_in_one_line() -> None:
-    for raw in (b"[" * 100_000, b'"\\ud800"', b"NaN", b"1" * 5000, b"\xff", b"{"):
+    for raw in (b"[" * 100_000, b'"\\ud800"', b"NaN", b"1" * 5000, b"\xff", b"{", b"[-9223372036854775808]"):
         with pytest.raises(ProtocolError):
             parse_json(raw)
     with pytest.raises(RequestTooLarge):
         parse_json(b"[" + b"0," * 1_000_001 + b"0]")
+    assert parse_json(b'["' + b"1" * 5000 + b'"]') == ["1" * 5000]
     assert parse_json('{"a": "\\ud83d\\ude00 é", "b": 9223372036854775807}'.encode()) == {
         "a": "😀 é",
         "b": 2**63 - 1,

@@ -13,8 +13,8 @@ import torch
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import CacheKind, WeightStamp
+from swift_stage2.rollout_server.staging import StagedWeights
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
-from swift_stage2.rollout_server.vllm_weights import StagedWeights
 from swift_stage2.servers.protocol import TensorSpec
 
 WAIT_S = 20.0

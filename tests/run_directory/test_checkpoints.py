@@ -1,13 +1,18 @@
-"""A checkpoint that a disk did not take is removed again by the rank that owns it, and by no other."""
+"""A checkpoint that a disk did not take is removed by the rank that owns it; one that is written over is void first."""
 
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sft_run import build_trainer, channel_a_alone
 
+from swift_stage2 import Stage2Trainer
 from swift_stage2.errors import StorageFull
+from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
 
 
@@ -35,3 +40,29 @@ def test_what_is_no_failure_of_a_disk_keeps_its_name_and_leaves_no_checkpoint_ei
     with pytest.raises(ValueError, match="no disk"), whole_checkpoint(directory, is_owner=True):
         raise ValueError("no disk")
     assert not directory.exists()
+
+
+def test_the_trainer_voids_a_checkpoint_before_any_rank_writes_over_it(
+    tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build_trainer(
+        rows_file,
+        tmp_path,
+        trainer=Stage2Trainer,
+        given={"stage2": channel_a_alone()},
+        save_strategy="steps",
+        save_steps=1,
+    )
+    state = tmp_path / "checkpoint-1" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text("{}")
+    was_whole, write_state = [], resume.write_state
+
+    def look_and_write(directory: str, **facts: Any) -> None:
+        was_whole.append(state.exists())
+        write_state(directory, **facts)
+
+    monkeypatch.setattr(resume, "write_state", look_and_write)
+    trainer.train()
+    assert was_whole == [False]
+    assert json.loads(state.read_text())["global_step"] == 1

@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run did."""
+    """The counts of one run."""
 
     steps: int = 0
     wanted: int = 0
@@ -56,7 +56,7 @@ class Outcome:
     stale_trained: int = 0
     longest_gap: int = 0
     reasons: set[PacingReason] = field(default_factory=set)
-    verdict: str = ""
+    load: float = 0.0
 
     @property
     def expired_share(self) -> float:
@@ -191,7 +191,7 @@ def simulate(setting: Setting) -> Outcome:
         outcome.longest_gap = max(outcome.longest_gap, step - last_b)
         for rank in ranks:
             rank.pace(step + setting.pipeline_delay, rounds)
-    outcome.verdict = str(ranks[0].pacer.verdict(ranks[0].state(setting.num_steps, rounds)))
+    outcome.load = ranks[0].pacer.load(ranks[0].state(setting.num_steps, rounds))
     return outcome
 
 

@@ -25,7 +25,7 @@ def make(every: int = 10, delay: int = 3, last: int = 1000) -> EvaluationSchedul
 
 
 def begun(schedule: EvaluationSchedule, steps: range, version: int = 7) -> list[RunningEvaluation]:
-    """What begins at ``steps`` if it may at each, and ends at once."""
+    """The evaluations that begin at ``steps`` if they may at each, and end at once."""
     all_begun = []
     for step in steps:
         if (running := schedule.begin_if_due(step, version, may_begin=True)) is not None:

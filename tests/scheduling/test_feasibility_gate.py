@@ -28,7 +28,7 @@ facts_of_a_rank = st.builds(
 
 
 def reduce_max(*ranks: RankFacts) -> list[int]:
-    """What the all-reduce does."""
+    """The all-reduce of all ranks' vectors."""
     return [max(entries) for entries in zip(*(rank.encode() for rank in ranks), strict=True)]
 
 
@@ -39,8 +39,9 @@ def gate(*ranks: RankFacts, num_servers: int = 0) -> GateOutcome:
 @given(ranks=st.lists(facts_of_a_rank, min_size=1, max_size=5))
 def test_the_maximum_says_what_any_rank_says(ranks: list[RankFacts]) -> None:
     outcome = gate(*ranks, num_servers=NUM_SERVERS)
-    assert outcome.reserved_everywhere == all(not rank.not_reserved for rank in ranks)
-    for fact in ("pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted"):
+    for fact in (
+        "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted",
+    ):  # fmt: skip
         assert getattr(outcome, fact) == any(getattr(rank, fact) for rank in ranks), fact
     for server in range(NUM_SERVERS):
         assert outcome.servers_suspect[server] == any(rank.servers_suspect[server] for rank in ranks)

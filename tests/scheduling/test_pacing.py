@@ -109,18 +109,14 @@ def test_starving_means_fewer_fresh_packs_than_the_next_step_needs(
     assert PACER.is_starving(after_round(6, ready=ready)) is starving
 
 
-def test_the_verdict_names_rate_and_need_when_production_binds() -> None:
-    verdict = PACER.verdict(after_round(3, production_steps=6.0))
-    assert verdict.binds
-    assert (verdict.made_per_step, verdict.needed_per_step) == (pytest.approx(4 / 7), 1.0)
-    assert "production binds: 0.57 packs per step can be made, 1.00 are needed" in str(verdict)
-    assert "57%" in str(verdict)
+def test_the_load_is_the_need_by_the_rate_and_production_binds_above_1() -> None:
+    assert PACER.load(after_round(3, production_steps=6.0)) == pytest.approx(1.0 / (4 / 7))
     assert PACER.decide(after_round(3, production_steps=6.0)).reason is PacingReason.PRODUCTION_BINDS
-    assert str(PACER.verdict(after_round(3, production_steps=2.0))).startswith("production keeps up")
+    assert PACER.load(after_round(3, production_steps=2.0)) < 1
 
 
 def test_a_slow_rank_elsewhere_binds_here_too() -> None:
-    assert PACER.verdict(replace(after_round(3), slowest_pace=ProductionPace(6.0, 6.0))).binds
+    assert PACER.load(replace(after_round(3), slowest_pace=ProductionPace(6.0, 6.0))) > 1
 
 
 paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))

@@ -26,7 +26,7 @@ class _AboutToLoad(ConfigError):
 def train_until_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> TrainUntilLoad:
-    """What ``train`` warns about before it reads ms-swift's arguments, as this rank of a job."""
+    """The warnings of ``train`` before it reads ms-swift's arguments, as this rank of a job."""
 
     def load(arguments: object) -> None:
         raise _AboutToLoad

@@ -1,4 +1,4 @@
-"""What a pending round asks of servers: once at a time, rank 0 alone, never one that cannot abort."""
+"""A pending round asks servers to abort: once at a time, rank 0 alone, never one that cannot abort."""
 
 from __future__ import annotations
 

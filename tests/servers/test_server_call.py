@@ -1,8 +1,9 @@
-"""What a call takes of a server, byte by byte over a real socket: sizes, encodings, cookies, redirects, deadlines."""
+"""One call to a server, byte by byte over a real socket: sizes, encodings, cookies, redirects, deadlines."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -58,19 +59,20 @@ def test_an_encoded_answer_is_unfolded(server: HostileServer, caller: ServerCall
     assert ask(caller) == {"a": 1}
 
 
+# mtime=0: the bytes are a part of the test's name, which must be the same in every process that collects it.
 @pytest.mark.parametrize(
     ("body", "headers", "message"),
     [
         (b" " * (LIMIT + 1), [], f"at most {LIMIT} bytes"),
-        (gzip.compress(b" " * (LIMIT + 1)), ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
-        (gzip.compress(b"{}") + b" " * LIMIT, ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
+        (gzip.compress(b" " * (LIMIT + 1), mtime=0), ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
+        (gzip.compress(b"{}", mtime=0) + b" " * LIMIT, ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
         (
-            gzip.compress(gzip.compress(b"{}")),
+            gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0),
             ["Content-Encoding: gzip, gzip"],
             "content_encoding='gzip, gzip'",
         ),
         (b"{}", ["Content-Encoding: br"], "content_encoding='br'"),
-        (gzip.compress(b"{}")[:-4], ["Content-Encoding: gzip"], "whose encoding has no end"),
+        (gzip.compress(b"{}", mtime=0)[:-4], ["Content-Encoding: gzip"], "whose encoding has no end"),
         (b"{}", ["Content-Encoding: gzip"], "encoded as it says"),
         ("{}".encode("utf-16"), ["Content-Type: application/json; charset=utf-16"], "is not JSON"),
         (b'"\\ud800"', [], "is not JSON"),
@@ -96,6 +98,27 @@ def test_an_error_answer_is_quoted_whatever_charset_it_claims(
     fault = fault_of(caller)
     assert (fault.kind, fault.status) == (FaultKind.STATUS, 503)
     assert "status 503: no\N{REPLACEMENT CHARACTER} engine" in str(fault)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_foreign_programs_page_is_quoted_in_one_short_line(
+    server: HostileServer, caller: ServerCaller, status: int
+) -> None:
+    page = b"<!DOCTYPE html>\n<html>\n\t<head>" + b"<p>Not here.</p>\n" * 50
+    server.answer = answer(page, "Content-Type: text/html", status=status)
+    text = str(fault_of(caller))
+    assert "<!DOCTYPE html> <html> <head><p>Not here.</p> <p>" in text
+    assert "…" in text
+    assert text.isprintable()
+    assert len(text) < 300
+
+
+def test_a_rollout_servers_own_words_are_quoted_at_length(
+    server: HostileServer, caller: ServerCaller
+) -> None:
+    words = "the manifest differs: " + "lm_head.weight, " * 20
+    server.answer = answer(json.dumps({"detail": words}).encode(), status=409)
+    assert words.strip() in str(fault_of(caller))
 
 
 def test_nothing_is_read_past_the_limit(server: HostileServer, caller: ServerCaller) -> None:

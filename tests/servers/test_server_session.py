@@ -46,7 +46,7 @@ def session(server: FakeRolloutServer) -> Iterator[ServerSession]:
 
 @pytest.fixture
 def forever() -> Iterator[threading.Event]:
-    """What never happens while the test runs."""
+    """An event that never comes while the test runs."""
     event = threading.Event()
     yield event
     event.set()

@@ -115,7 +115,7 @@ def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes
 
 
 class NoMemory(torch.Tensor):
-    """What a copy to another device raises there."""
+    """The error of a copy to another device there."""
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")

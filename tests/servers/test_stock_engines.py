@@ -1,4 +1,4 @@
-"""What rounds and the probe ask of a stock server with several engines, through ms-swift's own routes."""
+"""Rounds and the probe ask a stock server with several engines, through ms-swift's own routes."""
 
 from __future__ import annotations
 

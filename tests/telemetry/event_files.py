@@ -9,7 +9,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 
 class EventFiles:
-    """What TensorBoard would show of a directory."""
+    """Everything that TensorBoard would show of a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})

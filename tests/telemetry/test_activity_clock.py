@@ -38,7 +38,7 @@ def test_activities_add_up_to_wall_time_exactly(
         ticks.now_ns += duration
         expected[activity] += duration
     assert clock.totals_ns() == expected
-    assert sum(clock.totals_ns().values()) == clock.wall_ns == ticks.now_ns - start
+    assert sum(clock.totals_ns().values()) == clock.read_ns()[1] == ticks.now_ns - start
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def test_a_resumed_clock_still_adds_up() -> None:
     second = ActivityClock(Ticks(10**9))
     second.load_state_dict(first.state_dict())
     assert second.totals_ns()[Activity.SAVING] == 100
-    assert sum(second.totals_ns().values()) == second.wall_ns == 100
+    assert sum(second.totals_ns().values()) == second.read_ns()[1] == 100
 
 
 def test_the_real_clock_adds_up_as_well() -> None:
@@ -161,6 +161,6 @@ def test_the_real_clock_adds_up_as_well() -> None:
     for activity in Activity:
         with clock.activity(activity):
             sum(range(1000))
-    totals = clock.totals_ns()
-    assert sum(totals.values()) == clock.wall_ns
+    totals, wall_ns = clock.read_ns()
+    assert sum(totals.values()) == wall_ns
     assert all(total > 0 for total in totals.values())

@@ -14,7 +14,7 @@ from ledger_run import LedgerRun, again
 from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
 from swift_stage2.telemetry.reading import read_audit, read_ledger
 
@@ -311,7 +311,7 @@ def test_a_full_disk_raises_nothing_and_is_told_once(caplog: pytest.LogCaptureFi
     ledger = Ledger(AuditLog(Path("/dev/full")))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            ledger.drawn([])
+            ledger.write(Entry.DRAWN, [])
         ledger.flush_to_disk()
         ledger.close()
     assert len(caplog.records) == 1
@@ -320,11 +320,11 @@ def test_a_full_disk_raises_nothing_and_is_told_once(caplog: pytest.LogCaptureFi
 def test_the_end_is_the_last_record_whatever_is_told_while_it_closes(tmp_path: Path) -> None:
     class Log(AuditLog):
         def close(self, **last: str) -> None:
-            ledger.drawn([SampleKey(0, 0, 0, 0)])  # of another thread, just before
+            ledger.write(Entry.DRAWN, [SampleKey(0, 0, 0, 0)])  # of another thread, just before
             super().close(**last)
 
     ledger = Ledger(Log(tmp_path / "rank0.jsonl"))
-    ledger.start(run_id="r", step=0, world_size=1, version_window=1, save_id=None, state={})
+    ledger.write(Entry.START, run_id="r", step=0, world_size=1, version_window=1, save_id=None, state={})
     ledger.close()
     kinds = [record["kind"] for record in read_audit(tmp_path / "rank0.jsonl")]
     assert kinds == ["start", "drawn", "end"]

@@ -28,7 +28,7 @@ def _place(key: SampleKey) -> Place:
 
 @dataclass
 class World:
-    """What is true of the steps that survive."""
+    """The truth about the steps that survive."""
 
     trained: list[Place] = field(default_factory=list)
     quarantined: list[Place] = field(default_factory=list)

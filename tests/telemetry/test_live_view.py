@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from run_facts import PLAN_A, PLAN_B, pack, round_outcome, skipped, step
 from terminal import Terminal
 
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.audit import AuditLog, audit_path
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_state import LastEvaluation, LastRound, LiveState, LiveTracker, RunProgress
+from swift_stage2.telemetry.live_state import LiveState, LiveTracker, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line, render
-from swift_stage2.telemetry.metrics import Counters, MergedMetrics
+from swift_stage2.telemetry.metrics import Counters, encode
 from swift_stage2.telemetry.reading import AuditTail
 
 STATE = LiveState(
@@ -37,7 +39,7 @@ STATE = LiveState(
     queue_depths=(5, 3),
     queue_limit=8,
     rollouts_per_s=12.34,
-    last_round=LastRound(step=118, version=30, seconds=1.234, num_proven=1, num_servers=2),
+    last_round="v30 at step 118, 1.23 s, 1/2 proven",
     warnings=("server 1 is suspect",),
 )
 
@@ -73,8 +75,12 @@ def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
     [(64, 0.4321, "v28, F1 0.432, 64 of 64 (complete)"), (0, None, "v28, 0 of 64 (complete)")],
 )
 def test_an_evaluation_is_shown_once_there_is_one(answered: int, f1: float | None, text: str) -> None:
-    last = LastEvaluation(version=28, end="complete", num_answered=answered, num_wanted=64, f1=f1)
-    assert plain_line(replace(STATE, last_evaluation=last)) == f"{plain_line(STATE)} | evaluation {text}"
+    tracker = LiveTracker(1, 400, queue_limit=8)
+    tracker.state = STATE
+    counts = {"num_answered": answered, "num_wanted": 64}
+    record = {"kind": "evaluation", "rank": 0, "version": 28, "end": "complete", "counts": counts}
+    tracker.take(record | {"ratios": {} if f1 is None else {"f1": f1}})
+    assert plain_line(tracker.state) == f"{plain_line(STATE)} | evaluation {text}"
 
 
 def test_a_run_without_channel_b_says_nothing_about_it() -> None:
@@ -161,34 +167,77 @@ def test_closing_shows_the_last_state() -> None:
     assert any("399/400" in line for line in terminal.screen())
 
 
-def merged(num_rollouts: int, depths: tuple[float | None, ...]) -> MergedMetrics:
-    numbers = Counters().snapshot() | {"rollouts_received": num_rollouts, "queue_limit": 8}
-    return MergedMetrics(numbers, {"queue_depth": depths}, {})
+def test_rank_0_shows_what_it_writes_and_learns_of_the_others(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    live = LiveView(stream, plain_every_steps=1)
+    telemetry = Telemetry(
+        tmp_path, 0, 2, tensorboard=False, audit=False, queue_limit=8, total_steps=100, live=live
+    )
+    others = Counters()
+    others.set("queue_depth", 2)
+
+    def sum_across_ranks(mine: Sequence[float]) -> list[float]:
+        numbers = others.snapshot() | {"rollouts_received": 20}
+        theirs = encode(numbers, dict.fromkeys(Activity, 0), rank=1, world_size=2)
+        return [one + other for one, other in zip(mine, theirs, strict=True)]
+
+    telemetry.record_start(0)
+    telemetry.record_step(step(0, PLAN_A))
+    telemetry.record_step(step(1, skipped(), queue_depth=4))
+    telemetry.merge_and_write(1, sum_across_ranks, epoch=0.5)
+    telemetry.record_step(step(2, PLAN_B, version=3, packs=(pack(version=1),), queue_depth=4))
+    telemetry.record_loss(2, float("nan"))
+    telemetry.record_round(2, round_outcome(4, True, False))
+    telemetry.close()
+    shown = stream.getvalue().splitlines()[-1]
+    for part in (
+        "step 3/100, epoch 0.50",
+        "channel AAB",
+        "B 1 run, 1 skipped (not_enough_packs)",
+        "queue 2 of 8 (by rank 4/2)",
+        "version 3, lag 2",
+        "/s | round none yet",
+    ):
+        assert part in shown
 
 
 def test_the_tracker_follows_a_run() -> None:
-    seconds = Seconds()
-    tracker = LiveTracker(100, now_s=seconds)
-    tracker.step(step(0, PLAN_A))
+    tracker = LiveTracker(2, 100, queue_limit=8)
+
+    def take(kind: str, rank: int = 0, **values: object) -> None:
+        tracker.take({"kind": kind, "rank": rank, **values})
+
+    def take_step(number: int, time: float, **values: object) -> None:
+        same = {"channel": "A", "skip_reason": None, "version": 3, "version_lag": None, "queue_depth": 4}
+        take("step", step=number, time=time, round_pending=False, **same | values)
+
+    take_step(0, 0.0)
     assert tracker.state.eta_s is None
-    seconds.now = 2.0
-    tracker.step(step(1, skipped()))
-    tracker.merge(merged(100, (4, None)), epoch=0.5)
-    seconds.now = 4.0
-    tracker.step(step(2, PLAN_B, version=3, packs=(pack(version=1),)))
-    tracker.merge(merged(110, (4, 2)), epoch=None)
-    tracker.loss(0.25)
-    tracker.round(2, round_outcome(4, True, False))
+    take_step(1, 2.0, skip_reason="not_enough_packs")
+    tracker.take_others((4, None), 100, 2.0)
+    assert (tracker.state.queue_depths, tracker.state.rollouts_per_s) == ((4, None), None)
+    take_step(2, 4.0, channel="B", version_lag=2)
+    tracker.take_others((4, 2), 10, 4.0)
+    take("metrics", epoch=0.5)
+    take("metrics", epoch=None)
+    take("loss", loss="nan")
+    take("loss", rank=1, loss=1.0)
+    take("loss", loss=0.25)
+    take("round", step=2, version=4, seconds=1.0, servers={"0": {"proven": True}, "1": {"proven": False}})
+    counts = {"num_answered": 63, "num_wanted": 64}
+    take("evaluation", version=4, end="complete", counts=counts, ratios={"f1": 0.5})
     for number in range(5):
-        tracker.warning(f"w{number}")
+        take("warning", message=f"w{number}")
+        take("warning", rank=1, message=f"w{number}")
     state = tracker.state
     assert state.eta_s == 97 * 2.0
-    assert (state.num_b_run, state.num_b_skipped, state.skip_reason) == (1, 1, "not_enough_packs")
-    assert (state.version, state.version_lag) == (3, 2)
+    assert (state.channel, state.num_b_run, state.num_b_skipped) == ("AAB", 1, 1)
+    assert (state.skip_reason, state.version, state.version_lag) == ("not_enough_packs", 3, 2)
     assert (state.queue_depth_min, state.queue_depths, state.queue_limit) == (2, (4, 2), 8)
     assert state.rollouts_per_s == 5.0
     assert (state.epoch, state.loss) == (0.5, 0.25)
-    assert state.last_round == LastRound(step=2, version=4, seconds=1.0, num_proven=1, num_servers=2)
+    assert state.last_round == "v4 at step 2, 1.00 s, 1/2 proven"
+    assert state.last_evaluation == "v4, F1 0.500, 63 of 64 (complete)"
     assert state.warnings == ("w2", "w3", "w4")
 
 
@@ -197,7 +246,7 @@ SKIPPED = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)
 
 
 def _progress(run_dir: Path, num_ranks: int = 2) -> RunProgress:
-    return RunProgress(run_dir, num_ranks, total_steps=10, b_enabled=True, queue_limit=8)
+    return RunProgress(run_dir, num_ranks, total_steps=10, queue_limit=8)
 
 
 def test_the_state_is_what_the_ranks_wrote(tmp_path: Path) -> None:
@@ -215,8 +264,7 @@ def test_the_state_is_what_the_ranks_wrote(tmp_path: Path) -> None:
     assert (state.step, state.total_steps, state.channel) == (3, 10, "ABA")
     assert (state.num_b_run, state.num_b_skipped, state.skip_reason) == (1, 1, "not_enough_packs")
     assert (state.version, state.version_lag, state.queue_depths) == (2, 1, (2, 2))
-    assert state.last_round is not None
-    assert (state.last_round.version, state.last_round.seconds, state.last_round.num_proven) == (1, 1.5, 1)
+    assert state.last_round == "v1 at step 0, 1.50 s, 1/1 proven"
     assert state.warnings == ("slow",)
     assert state.loss is None
     for rank, telemetry in enumerate(ranks):
@@ -246,8 +294,9 @@ def _write_batches(path: Path, times_and_counts: list[tuple[float, int]], step_t
     for _, count in times_and_counts:
         log.write("batch", num_rollouts=count)
     facts = step(0)
-    names = ("step", "version", "version_lag", "queue_depth", "round_pending")
-    log.write("step", channel="A", skip_reason=None, **{name: getattr(facts, name) for name in names})
+    names = ("step", "version", "version_lag", "queue_depth", "infer_in_flight", "round_pending", "packs")
+    told = {name: getattr(facts, name) for name in names}
+    log.write("step", channel="A", wants_b=False, skip_reason=None, activity_ns={}, **told)
     log.close()
 
 

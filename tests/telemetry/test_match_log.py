@@ -43,10 +43,12 @@ def records(tmp_path: Path) -> list[dict[str, Any]]:
 def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     log = log_in(tmp_path, {5})
-    log.training(
-        rollout(5, ["a.png", {"path": "b.png", "bytes": b""}, {"bytes": b"x"}]), target(), (640, 480)
+    log.write(
+        "training",
+        rollout(5, ["a.png", {"path": "b.png", "bytes": b""}, {"bytes": b"x"}]),
+        target(),
+        (640, 480),
     )
-    log.close()
     (record,) = records(tmp_path)
     record.pop("time")
     assert record == {
@@ -71,23 +73,23 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_only_the_chosen_rows_are_kept(tmp_path: Path) -> None:
     log = log_in(tmp_path, {5})
     for index in (4, 5, 6, 5):
-        log.training(rollout(index), target(), (1, 1))
+        log.write("training", rollout(index), target(), (1, 1))
     assert [record["sample"][2] for record in records(tmp_path)] == [5, 5]
 
 
 def test_of_an_evaluation_the_first_rows_are_kept_unless_none_is(tmp_path: Path) -> None:
-    log_in(tmp_path, ()).evaluation(rollout(0), target(), (1, 1))
+    log_in(tmp_path, ()).write("evaluation", rollout(0), target(), (1, 1))
     assert records(tmp_path) == []
     log = log_in(tmp_path, {5})
-    log.evaluation(rollout(0), target(), (1, 1))
-    log.evaluation(rollout(10_000), target(), (1, 1))
+    log.write("evaluation", rollout(0), target(), (1, 1))
+    log.write("evaluation", rollout(10_000), target(), (1, 1))
     assert [(record["purpose"], record["sample"][2]) for record in records(tmp_path)] == [("evaluation", 0)]
 
 
 def test_what_has_no_boxes_or_no_image_is_left_out(tmp_path: Path) -> None:
     log = log_in(tmp_path, {5})
-    log.training(rollout(5), target(match=None), (1, 1))
-    log.training(rollout(5), target(), None)
+    log.write("training", rollout(5), target(match=None), (1, 1))
+    log.write("training", rollout(5), target(), None)
     assert records(tmp_path) == []
 
 
@@ -95,8 +97,7 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ledger, "MOST_BYTES", 2000)
     log = log_in(tmp_path, {5})
     for _ in range(100):
-        log.training(rollout(5), target(), (1, 1))
-    log.close()
+        log.write("training", rollout(5), target(), (1, 1))
     assert 2000 < matches_path(tmp_path, 1).stat().st_size < 3000
 
 

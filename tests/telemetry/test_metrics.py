@@ -96,7 +96,7 @@ def test_an_undeclared_reason_of_a_family_raises() -> None:
     counters.add("objects_dropped/invalid_box", 2)
     with pytest.raises(ValueError, match="must be declared"):
         counters.add("objects_dropped/ugly_box")
-    assert counters.value("objects_dropped/invalid_box") == 2
+    assert counters.snapshot()["objects_dropped/invalid_box"] == 2
 
 
 @pytest.mark.parametrize("amount", [-1, -0.001, float("nan")])
@@ -104,7 +104,7 @@ def test_a_counter_only_grows(amount: float) -> None:
     counters = Counters()
     with pytest.raises(ValueError, match="only grows"):
         counters.add("packs_made", amount)
-    assert counters.value("packs_made") == 0
+    assert counters.snapshot()["packs_made"] == 0
 
 
 def test_counters_and_gauges_are_not_mixed_up() -> None:
@@ -117,7 +117,7 @@ def test_counters_and_gauges_are_not_mixed_up() -> None:
 
 def test_a_gauge_has_no_value_until_it_is_set() -> None:
     counters = Counters()
-    assert counters.value("ver_lag") is None
+    assert counters.snapshot().get("ver_lag") is None
     assert "ver_lag" not in counters.snapshot()
     counters.raise_to("ver_lag", 2)
     counters.raise_to("ver_lag", 1)
@@ -144,7 +144,7 @@ def test_no_increment_is_lost_between_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert counters.value("packs_made") == 8000
+    assert counters.snapshot()["packs_made"] == 8000
 
 
 def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
@@ -155,9 +155,9 @@ def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
     after.add("packs_trained", 1)
     after.load_state_dict({**before.state_dict(), "a_counter_of_another_release": 4})
     after.add("packs_made")
-    assert after.value("packs_made") == 6
-    assert after.value("packs_trained") == 0
-    assert after.value("queue_depth") is None
+    assert after.snapshot()["packs_made"] == 6
+    assert after.snapshot()["packs_trained"] == 0
+    assert after.snapshot().get("queue_depth") is None
     assert after.snapshot().keys() == {m.name for m in METRICS if m.kind is Kind.COUNTER}
 
 
@@ -166,7 +166,7 @@ SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric
 
 
 def merge(ranks: list[Counters], activities: list[dict[Activity, int]] | None = None) -> list[MergedMetrics]:
-    """What every rank reads, with the collective written out."""
+    """Every rank's reading, with the collective written out."""
     spent = activities or [dict.fromkeys(Activity, 0) for _ in ranks]
     numbers = [rank.snapshot() for rank in ranks]
     vectors = [

@@ -15,7 +15,7 @@ from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import Ledger, MatchLog, RunRecord
+from swift_stage2.telemetry.ledger import Ledger, MatchLog
 from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.reading import read_audit
 from swift_stage2.telemetry.recorders import PipelineRecorder
@@ -29,7 +29,7 @@ def recorder(
 ) -> PipelineRecorder:
     log = AuditLog(None)
     return PipelineRecorder(
-        counters or Counters(), audit or log, Ledger(log), RunRecord(log), MatchLog(log, ()), Trace(trace)
+        counters or Counters(), audit or log, Ledger(log), log, MatchLog(log, ()), Trace(trace)
     )
 
 
@@ -37,7 +37,7 @@ def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
     counters = Counters()
     failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
     recorder(counters).batch(BatchOutcome(failures=failures), seconds=0.1)
-    assert counters.value("rollouts_failed") == 1
+    assert counters.snapshot()["rollouts_failed"] == 1
 
 
 def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:

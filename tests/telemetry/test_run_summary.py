@@ -153,6 +153,7 @@ def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
         {
             "kind": "step",
             "time": 1.0,
+            "rank": 0,
             "step": 0,
             "wants_b": False,
             "channel": "A",
@@ -162,6 +163,7 @@ def test_records_that_a_full_disk_did_not_take_are_told(tmp_path: Path) -> None:
             "activity_ns": {},
             "version_lag": None,
             "queue_depth": 0,
+            "round_pending": False,
             "infer_in_flight": 0,
         },
         {"kind": "gap", "records_lost": 12},

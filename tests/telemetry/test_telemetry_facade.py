@@ -16,6 +16,7 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEv
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity, PipelineActivity
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.ledger import RecordEntry
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.reading import read_audit
 
@@ -79,7 +80,7 @@ class Ranks:
 
 
 def produce(telemetry: Telemetry, num_packs: int = 1) -> None:
-    """What the pipeline reports while it makes packs of two segments."""
+    """The pipeline's reports while it makes packs of two segments."""
     for _ in range(num_packs):
         telemetry.pipeline.batch(BatchOutcome(num_posts=1), 0.5)
         telemetry.pipeline.segment(segment(), 0.01)
@@ -343,7 +344,7 @@ def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_record_is_kept_when_asked_for_and_holds_every_bit_of_a_loss(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 1, 2, tensorboard=False, record=True, queue_limit=8)
-    telemetry.record.start(run_id="run", step=0, world_size=2, config={}, surroundings={})
+    telemetry.record.write(RecordEntry.START, run_id="run", step=0, world_size=2, config={}, surroundings={})
     telemetry.record_step(step(0, PLAN_B, version=3))
     losses = [(0.1).hex(), float("inf").hex(), (-0.0).hex()]
     telemetry.record_losses(0, losses)
@@ -380,7 +381,7 @@ def test_a_full_disk_gives_one_warning_for_everything(
                 telemetry.merge_and_write(number, lambda vector: vector)
             telemetry.close()
         assert len(caplog.records) == 1
-        assert telemetry.counters.value("steps") == 3
+        assert telemetry.counters.snapshot()["steps"] == 3
         with pytest.raises(OSError, match="No space left"):
             stream.close()
     assert "training goes on" in caplog.text
@@ -408,7 +409,7 @@ def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) ->
         spans = [span for span in telemetry.trace.spans if span.track == actor]
         assert [span.name for span in spans] == names
         assert all(one.end_ns == following.start_ns for one, following in itertools.pairwise(spans))
-        assert sum(span.end_ns - span.start_ns for span in spans) == clock.wall_ns
+        assert sum(span.end_ns - span.start_ns for span in spans) == clock._since_ns - clock._started_ns
 
 
 def test_a_run_without_channel_b_traces_no_pipeline(tmp_path: Path) -> None:

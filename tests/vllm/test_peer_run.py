@@ -11,13 +11,13 @@ import pytest
 import torch
 from live_server import free_port
 
+from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
 from benchmarks.learner_job import Arm, run_grpo
 from benchmarks.peer import LearnerLoop, LoopArm
 from benchmarks.servers import BenchServers, start_stand_in
 from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.demo.child_runs import ChildRuns
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import RoundFailed

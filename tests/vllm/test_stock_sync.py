@@ -116,7 +116,7 @@ class _SendsZeros(StockTransport):
 
 
 class _SendsTheFirstRoundAgain(StockTransport):
-    """What a learner that exports a stale copy would send."""
+    """Sends what a learner that exports a stale copy would."""
 
     sent: list[torch.Tensor]
     again = False
@@ -231,7 +231,7 @@ def test_a_server_that_dies_between_two_rounds_is_lost_without_being_asked(tmp_p
 
 
 def _one_round_and_no_goodbye(base_url: str) -> None:
-    """What a killed learner leaves on the server."""
+    """Leaves on the server what a killed learner does."""
     server = ServerProcess(base_url, subprocess.Popen(["true"]), Path(os.devnull))
     learner = Learner(server)
     print("proven", learner.round().proven, flush=True)

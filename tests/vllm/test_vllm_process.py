@@ -58,7 +58,7 @@ def records(server: ServerProcess) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def stock_records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What the unmodified server answers; it has ended before ours starts."""
+    """Answers of the unmodified server; it has ended before ours starts."""
     server = start_stock(tmp_path_factory.mktemp("stock"), free_port())
     try:
         server.wait_until_it_answers()
@@ -82,7 +82,7 @@ def _started(directory: Path) -> Iterator[ServerProcess]:
 
 
 class Traces:
-    """What a server could leave behind, noted while it lives."""
+    """Traces that a server could leave behind, noted while it lives."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server

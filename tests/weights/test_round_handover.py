@@ -57,13 +57,15 @@ class Transport:
     def __init__(self, on_send: Callable[[int], object]) -> None:
         self._on_send = on_send
         self.sent: list[torch.Tensor] = []
+        self.addresses: list[int] = []
         self.closed = False
 
     def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None: ...
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         self._on_send(len(self.sent))
-        self.sent.append(flat)
+        self.sent.append(flat.clone())  # the memory is the next bucket's
+        self.addresses.append(flat.data_ptr())
 
     def close(self, deadline: Deadline) -> None:
         self.closed = True
@@ -115,8 +117,9 @@ def test_weights_are_read_once_for_all_servers_and_packed_once(servers: list[Fak
     assert outcome.proven == (0, 1)
     assert round_.export.read_names == [str(n) for n in range(NUM_BUCKETS)]
     first, second = (transport.sent for transport in round_.transports)
+    assert round_.transports[0].addresses == round_.transports[1].addresses
     assert [flat.view(torch.float32)[0].item() for flat in first] == [0.0, 1.0, 2.0, 3.0]
-    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert all(one.equal(other) for one, other in zip(first, second, strict=True))
     assert outcome.export_seconds > 0
     for report in outcome.reports.values():
         assert report.num_bytes == NUM_BUCKETS << 20

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.weights import tensors
-from swift_stage2.weights.tensors import all_finite, checksum_tensor
+from swift_stage2.weights.tensors import BucketMemory, PackedBucket, WeightBucket, all_finite, checksum_tensor
 
 
 def expected_checksum(data: bytes, dtype: str) -> str:
@@ -94,3 +94,28 @@ def test_finite_elements_whose_sum_overflows_are_finite() -> None:
     assert all_finite(torch.full((4,), torch.finfo(torch.float32).max))
     assert all_finite(torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))
     assert all_finite(torch.arange(3))
+
+
+def test_a_bucket_nobody_holds_gives_its_memory_to_the_next() -> None:
+    memory = BucketMemory()
+
+    def pack(value: float) -> PackedBucket:
+        return WeightBucket([("a", torch.full((64,), value))], memory).pack({})
+
+    first = pack(1.0)
+    address = first.flat.data_ptr()
+    second = pack(2.0)
+    assert second.flat.data_ptr() != address
+    assert first.flat.view(torch.float32).eq(1.0).all()
+    del first
+    third = pack(3.0)
+    assert third.flat.data_ptr() == address
+    assert third.flat.view(torch.float32).eq(3.0).all()
+    assert second.flat.view(torch.float32).eq(2.0).all()
+
+
+def test_a_device_sums_as_the_host_does() -> None:
+    """The kernels that a GPU runs, here on the CPU; ``gpu-check`` compares both on a GPU."""
+    words = torch.randint(-(2**31), 2**31 - 1, (5000,), dtype=torch.int32)
+    by_device = [total % 2**64 for total in tensors._sums_on_device(words, 7).tolist()]
+    assert by_device == [total % 2**64 for total in tensors._sums_on_host(words, 7)]

@@ -56,7 +56,7 @@ def _exported(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
-    """What a plain model saves, tied weights once."""
+    """The weights that a plain model saves, tied ones once."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
@@ -197,7 +197,7 @@ def test_buckets_keep_the_order_and_the_limit(sizes: tuple[int, ...], expected: 
 
 
 def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What a receiver that knows nothing but the bytes and the metadata makes of them."""
+    """Tensors as read by a receiver that knows nothing but the bytes and the metadata."""
     content = bytes(flat.tolist())
     tensors = {}
     for entry in metadata:

@@ -1,4 +1,4 @@
-"""What a sync round keeps between rounds with a stock server, and when it must not use it again."""
+"""Connections that are kept between rounds with a stock server, and when they must not be used again."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 from swift_stage2.channel_b.rollout_client.lane import (
@@ -54,7 +53,6 @@ class RolloutClient:
         canary: Mapping[str, Any] | None = None,
         stop: threading.Event | None = None,
         full_share: int = 1,
-        on_abandoned: Callable[[str], None] = lambda url: None,
         is_lost: Callable[[str, int], bool] = lambda url, version: False,
         events: PostEvents | None = None,
         watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -64,10 +62,9 @@ class RolloutClient:
         ``ticket_timeout_s`` is one slice of the wait for a ticket; between slices ``stop`` is looked at. ``canary`` is
         a request that any sound server answers, for a server that has not answered anything yet. ``run_id`` is what
         our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
-        fills. ``on_abandoned`` gets a base URL, on the lane's thread, while the ticket is still held. ``is_lost`` says
-        of a base URL whether what was proven there for a version is known to have ended: a stock server's answers do
-        not tell who gives them. ``events`` hears of every POST that brings no terms of its own, on the lane's thread;
-        ``watch_post`` is entered there for the time that any POST is out.
+        fills. ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a
+        stock server's answers do not tell who gives them. ``events`` hears of every POST that brings no terms of its
+        own, on the lane's thread; ``watch_post`` is entered there for the time that any POST is out.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
@@ -84,7 +81,6 @@ class RolloutClient:
             api_key=api_key,
             run_id=run_id,
             canary=canary,
-            on_abandoned=on_abandoned,
             is_lost=is_lost,
             watch_post=watch_post,
         )
@@ -96,9 +92,7 @@ class RolloutClient:
     def __enter__(self) -> RolloutClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -193,15 +187,6 @@ class RolloutClient:
         for url, share in shares.items():
             self._paces[url] = self._paces[url].after(share.num_answered, share.answered_s, self._num_batches)
         return _merge(shares, () if lanes else samples, self._take_news())
-
-    def settle(self, server: str) -> bool:
-        """Settles what was abandoned on ``server`` now instead of in the background; True if it is not busy.
-
-        Waits for the lane's work in progress, at most 3 × ``request_timeout_s``, so not for the main thread.
-        """
-        future = self._lanes[server.rstrip("/")].settle()
-        self._await([future])
-        return future.result(timeout=0)
 
     def request_stop(self) -> None:
         """Makes ``generate`` return soon, now and for ever; a POST in flight is cut. Does not wait."""

@@ -49,12 +49,8 @@ class PostResult:
     named: tuple[int, ...] = ()
 
 
-class ServerConnection:
-    """HTTP to one server."""
-
-    def __init__(self, base_url: str, *, api_key: str | None, connect_timeout_s: float) -> None:
-        self._caller = ServerCaller(base_url, api_key=api_key, connect_timeout_s=connect_timeout_s)
-        self.base_url = self._caller.base_url
+class ServerConnection(ServerCaller):
+    """HTTP to one server. Whatever ``end`` cuts or refuses ends as ``STOPPED``."""
 
     def infer(
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
@@ -63,9 +59,7 @@ class ServerConnection:
         body = {"infer_requests": list(requests), "request_config": config}
         most_bytes = protocol.most_infer_bytes(len(requests), config["max_tokens"])
         try:
-            record = self._caller.ask(
-                "POST", protocol.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes
-            )
+            record = self.ask("POST", protocol.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
             completions = protocol.parse_infer_reply(record, len(requests))
         except (ServerFault, ProtocolError) as error:
             return self._judge(protocol.INFER, error, len(requests))
@@ -75,24 +69,16 @@ class ServerConnection:
         """An ordered call: ``ANSWERED`` means that what was sent before it is over."""
         path, most_bytes = protocol.RESET_PREFIX_CACHE, protocol.MOST_CONTROL_BYTES
         try:
-            record = self._caller.ask("POST", path, {}, timeout_s=timeout_s, most_bytes=most_bytes)
+            record = self.ask("POST", path, {}, timeout_s=timeout_s, most_bytes=most_bytes)
             if not protocol.parse_cache_reset(record):  # engines say so while something still runs
                 raise ProtocolError("an idle server resets its prefix cache, got status=False")
         except (ServerFault, ProtocolError) as error:
             return self._judge(path, error, 0)
         return PostResult(PostEnd.ANSWERED)
 
-    def end(self) -> None:
-        """Ends the call in progress and refuses later ones; both end as ``STOPPED``. Idempotent."""
-        self._caller.end()
-
-    def close(self) -> None:
-        """Frees the connection; after the last call has ended."""
-        self._caller.close()
-
     def _judge(self, path: str, error: ServerFault | ProtocolError, num_requests: int) -> PostResult:
         if not isinstance(error, ServerFault):
-            reason = self._caller.without_key(f"{self.base_url}{path}: {error}")
+            reason = self.without_key(f"{self.base_url}{path}: {error}")
             return PostResult(PostEnd.ERROR_ANSWER, reason)
         if error.status in _REFUSALS:
             return PostResult(PostEnd.REFUSED, f"{_REFUSALS[error.status]}: {error}")

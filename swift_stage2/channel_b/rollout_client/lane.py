@@ -1,4 +1,4 @@
-"""What this rank does with one server: POSTs one at a time, each under one fence ticket, on a thread of its own.
+"""One server as one rank asks it: POSTs one at a time, each under one fence ticket, on a thread of its own.
 
 Works on a share of a batch within one time budget, and makes sure that a POST which was abandoned is
 settled (the server answered a later ordered call) or the server suspect. Called by the client.
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import PostFailure, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.servers.protocol import Completion, request_config
+from swift_stage2.servers.protocol import request_config
 
 logger = logging.getLogger(__name__)
 
@@ -90,28 +90,10 @@ class Share:
     """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
     answered_s: float = 0.0
 
-    def keep(
-        self, number: int, completion: Completion, *, server: str, seed: int, version: int, seconds: float
-    ) -> None:
-        """Turns a completion into the rollout of its sample; an aborted one leaves the sample to return."""
-        kept = self.aborted if completion.finish_reason == "abort" else self.rollouts
-        kept[number] = Rollout(
-            sample=self.samples[number],
-            text=completion.text,
-            token_ids=completion.token_ids,
-            prompt_token_ids=completion.prompt_token_ids,
-            truncated=completion.finish_reason == "length",
-            seed=seed if completion.seed is None else completion.seed,
-            server=server,
-            spans=(VersionSpan(version, 0, len(completion.token_ids)),),
-            log_probs=completion.log_probs,
-            seconds=seconds,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSettings:
-    """What all lanes of a client share."""
+    """The settings of all lanes of a client."""
 
     fence: InferFence
     seeds: SeedLedger
@@ -122,7 +104,6 @@ class LaneSettings:
     api_key: str | None = field(repr=False)
     run_id: str | None
     canary: Request | None
-    on_abandoned: Callable[[str], None]
     is_lost: Callable[[str, int], bool]
     watch_post: Callable[[], AbstractContextManager[None]]
 
@@ -138,7 +119,6 @@ class ServerLane:
             base_url, api_key=settings.api_key, connect_timeout_s=settings.connect_timeout_s
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._lock = threading.Lock()  # of what is submitted, against ``close``
         self._last: Future[None] | None = None
         self._known_good = [] if settings.canary is None else [settings.canary]
         self._num_abandoned_prompts = 0
@@ -152,18 +132,6 @@ class ServerLane:
         """Starts work on a share; the future raises ``FenceShutDown`` when the fence ends."""
         return self._thread.submit(self._work_on, samples, requests, terms)
 
-    def settle(self) -> Future[bool]:
-        """Starts to settle what was abandoned here; True if the server is not busy with it any more.
-
-        False once the lane is closed: a share that still ends may come too late with this.
-        """
-        with self._lock:
-            if self._last is None:
-                return self._thread.submit(self._settle_or_suspect)
-        late: Future[bool] = Future()
-        late.set_result(False)
-        return late
-
     def end(self) -> None:
         """Ends the call in progress; after the owner's stop event is set. Idempotent."""
         self._connection.end()
@@ -171,10 +139,9 @@ class ServerLane:
     def close(self, timeout_s: float) -> bool:
         """Ends everything and waits for it; False if the thread is still at work after ``timeout_s``."""
         self.end()
-        with self._lock:
-            if self._last is None:
-                self._last = self._thread.submit(lambda: None)  # behind all that was submitted
-                self._thread.shutdown(wait=False)
+        if self._last is None:
+            self._last = self._thread.submit(lambda: None)  # behind all that was submitted
+            self._thread.shutdown(wait=False)
         running = wait([self._last], timeout=timeout_s).not_done
         if not running:
             self._connection.close()
@@ -189,7 +156,8 @@ class ServerLane:
                 self._ask(share, piece)
         finally:
             if self.trust.settle_by is not None and not self._settings.stop.is_set():
-                self.settle()  # after this, on the same thread: the share need not wait for it
+                with suppress(RuntimeError):  # closed meanwhile: nothing is settled any more
+                    self._thread.submit(self._settle_or_suspect)  # after this: the share need not wait for it
         for number in (*share.rollouts, *plan.quarantined):
             self._settings.seeds.forget(samples[number].key)
         return share
@@ -226,7 +194,7 @@ class ServerLane:
         self._settings.stop.wait(_BUSY_PAUSE_S)  # without the ticket, so that no round waits for it
 
     def _post(self, share: Share, piece: Piece, requests: Sequence[Request], ticket: InferTicket) -> PostEnd:
-        leader = share.samples[(piece.indices or share.plan.accused)[0]]
+        leader = share.samples[(piece.indices or tuple(share.plan.accused))[0]]
         seed = self._settings.seeds.next_seed(leader.key)
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, share.budget.remaining_s))
         keys = [share.samples[number].key for number in piece.indices]
@@ -247,12 +215,18 @@ class ServerLane:
                 share.num_answered += len(piece.indices)
                 share.answered_s += seconds
             for number, completion in zip(piece.indices, result.completions, strict=not piece.is_probe):
-                share.keep(
-                    number,
-                    completion,
+                # An aborted one leaves its sample to return.
+                kept = share.aborted if completion.finish_reason == "abort" else share.rollouts
+                kept[number] = Rollout(
+                    sample=share.samples[number],
+                    text=completion.text,
+                    token_ids=completion.token_ids,
+                    prompt_token_ids=completion.prompt_token_ids,
+                    truncated=completion.finish_reason == "length",
+                    seed=seed if completion.seed is None else completion.seed,
                     server=self.base_url,
-                    seed=seed,
-                    version=ticket.version,
+                    spans=(VersionSpan(ticket.version, 0, len(completion.token_ids)),),
+                    log_probs=completion.log_probs,
                     seconds=seconds,
                 )
         elif result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED):
@@ -276,8 +250,7 @@ class ServerLane:
         """While the ticket is held: a drained fence with nothing unsettled must mean an idle server."""
         share.num_abandoned += 1
         self._num_abandoned_prompts = self.in_flight + num_prompts
-        self.trust.abandon(time.monotonic() + self._settings.request_timeout_s)
-        self._settings.on_abandoned(self.base_url)
+        self.trust.settle_by = time.monotonic() + self._settings.request_timeout_s
 
     def _record(self, share: Share, piece: Piece, result: PostResult) -> None:
         share.plan.record(piece, result.end, result.reason, result.named)
@@ -287,9 +260,9 @@ class ServerLane:
         if share.plan.server_fault is not None:
             self._suspect(share.plan.server_fault)
 
-    def _settle_or_suspect(self) -> bool:
+    def _settle_or_suspect(self) -> None:
         try:
-            return self._settle(self._settings.request_timeout_s)
+            self._settle(self._settings.request_timeout_s)
         except Exception as error:  # nobody may wait for this call, and a server unsettled holds every round
             self._suspect(f"an abandoned POST could not be settled: {type(error).__name__}: {error}")
             raise
@@ -305,7 +278,7 @@ class ServerLane:
             result = self._reset(min(settle_by, patience_ends))
         still_has_time = result.end is PostEnd.TIMED_OUT and patience_ends < settle_by
         if result.end is PostEnd.ANSWERED:
-            self.trust.settle()
+            self.trust.settle_by = None
         elif result.end is not PostEnd.STOPPED and not still_has_time:
             self._suspect(f"a POST was abandoned and could not be settled: {result.reason}")
         return result.end is PostEnd.ANSWERED

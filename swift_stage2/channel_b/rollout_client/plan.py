@@ -78,41 +78,25 @@ class RequestPlan:
         whole = Piece(tuple(range(num_requests)))
         self._waiting = [whole] if num_requests else []  # a stack, so that halves are asked in order
         self._probe = Piece(())
-        self._accused: dict[int, str] = {}
         self._num_unprobed = 0  # accusations that need no early probe: the rest of the batch comes next
-        self._quarantined: dict[int, str] = {}
-        self._timed_out: list[int] = []
         self._any_success = False
         self._ended = False
-        self._server_fault: str | None = None
-
-    @property
-    def accused(self) -> tuple[int, ...]:
-        """Requests that failed alone while the server has not succeeded since."""
-        return tuple(self._accused)
-
-    @property
-    def quarantined(self) -> dict[int, str]:
+        self.accused: dict[int, str] = {}
+        """Request number → how it failed alone; the server has not succeeded since."""
+        self.quarantined: dict[int, str] = {}
         """Request number → why it is poisonous."""
-        return dict(self._quarantined)
-
-    @property
-    def timed_out(self) -> tuple[int, ...]:
+        self.timed_out: list[int] = []
         """Requests that were asked alone and did not answer in time; they are unresolved."""
-        return tuple(self._timed_out)
-
-    @property
-    def server_fault(self) -> str | None:
+        self.server_fault: str | None = None
         """Why the server must not be asked again, once that is known."""
-        return self._server_fault
 
     def next_piece(self) -> Piece | None:
-        """What to POST next; None when nothing is left or the server is at fault."""
+        """The next POST; None when nothing is left or the server is at fault."""
         if self._ended:
             return None
         # A server that has answered nothing of this batch is probed at once if it can be: if it is dead,
         # bisecting the rest of the batch would only ask it in vain.
-        if self._accused and (not self._waiting or self._needs_early_probe()):
+        if self.accused and (not self._waiting or self._needs_early_probe()):
             return self._probe
         return self._waiting.pop() if self._waiting else None
 
@@ -141,17 +125,17 @@ class RequestPlan:
 
     def blame_server(self, reason: str) -> None:
         """Asks nothing more, because the server must not be asked."""
-        self._server_fault = reason
+        self.server_fault = reason
         self._ended = True
 
     def _record_answer(self) -> None:
-        self._quarantined.update(self._accused)
-        self._accused.clear()
+        self.quarantined.update(self.accused)
+        self.accused.clear()
         self._any_success = True
         self._probe = Piece(())
 
     def _needs_early_probe(self) -> bool:
-        return self._probe_early and not self._any_success and len(self._accused) > self._num_unprobed
+        return self._probe_early and not self._any_success and len(self.accused) > self._num_unprobed
 
     def _record_error(self, piece: Piece, reason: str, named: Sequence[int]) -> None:
         if named and len(piece.indices) > 1:
@@ -164,7 +148,7 @@ class RequestPlan:
         elif piece.is_probe:
             self.blame_server(f"a request that is known to be good failed as well: {reason}")
         elif len(piece.indices) == 1:
-            self._accused[piece.indices[0]] = reason
+            self.accused[piece.indices[0]] = reason
         else:
             self._bisect(piece)
 
@@ -174,7 +158,7 @@ class RequestPlan:
         elif len(piece.indices) > 1:
             self._bisect(piece)
         else:
-            self._timed_out.extend(piece.indices)
+            self.timed_out.extend(piece.indices)
 
     def _ask_again(self, piece: Piece) -> None:
         retry = replace(piece, is_retry=True)

@@ -1,7 +1,7 @@
 """Whether one server may be asked for rollouts: proven by a round, suspect, or busy with an abandoned POST.
 
-Invariant: a suspect server stays unproven until ``prove``. Its lane and, after a round, the learner write, both read,
-so every access holds one lock.
+Invariant: a suspect server stays unproven until ``prove``. Its lane and, after a round, the learner write, so every
+change of more than one attribute holds a lock; any thread may read one.
 
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
@@ -13,7 +13,6 @@ request's answer to another, and where one went astray, those to equal prompts m
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Container, Sequence
 
 from swift_stage2.errors import PromptMismatch
@@ -22,83 +21,53 @@ from swift_stage2.servers.protocol import Completion
 
 
 class ServerTrust:
-    """What this rank knows of one server."""
+    """This rank's knowledge of one server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._proven = False
         self._incarnation: str | None = None
-        self._suspicion: str | None = None
         self._is_news = False
-        self._settle_by: float | None = None
-        self._has_agreed = False
-
-    @property
-    def has_agreed(self) -> bool:
+        self.is_proven = False
+        """Whether a round proved its weights and nothing has spoken against it since."""
+        self.suspicion: str | None = None
+        """Why the server is suspect; None if it is not."""
+        self.settle_by: float | None = None
+        """Moment by which an abandoned POST has to be settled; None if the server is not busy with one."""
+        self.has_agreed = False
         """True once its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
-        with self._lock:
-            return self._has_agreed
 
     def agree(self) -> None:
         """Its prompt for a sample is the learner's."""
         with self._lock:
-            self._has_agreed = True
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether a round proved its weights and nothing has spoken against it since."""
-        with self._lock:
-            return self._proven
-
-    @property
-    def suspicion(self) -> str | None:
-        """Why the server is suspect; None if it is not."""
-        with self._lock:
-            return self._suspicion
-
-    @property
-    def settle_by(self) -> float | None:
-        """Moment by which an abandoned POST has to be settled; None if the server is not busy with one."""
-        with self._lock:
-            return self._settle_by
+            self.has_agreed = True
 
     def prove(self, incarnation: str | None) -> None:
         """A round proved the server. Without an ``incarnation`` the first reply's stamp names it."""
         with self._lock:
-            self._has_agreed &= self._proven  # one that returns may be another process
-            self._proven = True
+            self.has_agreed &= self.is_proven  # one that returns may be another process
+            self.is_proven = True
+            self.suspicion = None
+            self.settle_by = None  # the round's ordered calls came after it
             self._incarnation = incarnation
-            self._suspicion = None
             self._is_news = False
-            self._settle_by = None  # the round's ordered calls came after it
 
     def withdraw(self) -> None:
         """A round did not prove the server; nothing is inferred from it."""
         with self._lock:
-            self._proven = False
+            self.is_proven = False
 
     def suspect(self, reason: str) -> None:
         """Nothing is inferred from the server before a later ``prove``; it delays no round."""
         with self._lock:
-            self._proven = False
-            self._suspicion = reason
+            self.is_proven = False
+            self.suspicion = reason
+            self.settle_by = None
             self._is_news = True
-            self._settle_by = None
-
-    def abandon(self, settle_by: float) -> None:
-        """A deadline ended a POST that the server may still be computing."""
-        with self._lock:
-            self._settle_by = settle_by
-
-    def settle(self) -> None:
-        """The server answered a later ordered call: the abandoned POST is over."""
-        with self._lock:
-            self._settle_by = None
 
     def take_news(self) -> str | None:
         """The suspicion, the first time it is asked for after it arose."""
         with self._lock:
-            reason = self._suspicion if self._is_news else None
+            reason = self.suspicion if self._is_news else None
             self._is_news = False
             return reason
 
@@ -166,19 +135,10 @@ def misreading_servers(
     }
 
 
-class MismatchTally:
-    """Counts by server the samples that are given up because it was asked another prompt."""
-
-    def __init__(self) -> None:
-        self._num_given_up: Counter[str] = Counter()
-
-    def note(self, server: str, mismatch: PromptMismatch) -> str | None:
-        """One more sample of ``server``; a warning once there are ``MANY_GIVEN_UP``, and only then."""
-        self._num_given_up[server] += 1
-        if self._num_given_up[server] != MANY_GIVEN_UP:
-            return None
-        return (
-            f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
-            "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
-            f"and learner; the last one: {mismatch}"
-        )
+def many_mismatches(server: str, mismatch: PromptMismatch) -> str:
+    """The warning at the ``MANY_GIVEN_UP``-th sample that was given up because ``server`` was asked another prompt."""
+    return (
+        f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
+        "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
+        f"and learner; the last one: {mismatch}"
+    )

@@ -12,12 +12,72 @@
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item, style)]));
   };
 
-  const figures = read("figures-data");
+  // Series differ in colour and in line, marker or pattern, so that nobody needs to tell colours apart.
+  const numColours = 8; // --series-0 and so on in the style sheet
+  const dashes = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+  const markers = ["circle", "square", "diamond", "cross", "triangle-up", "x"];
+  const patterns = ["", "/", ".", "x", "-", "\\", "|", "+"];
+  const few = 60; // points up to which each is marked
+  const pick = (choices, number) => choices[number % choices.length];
+  const bounds = ({ y, low, high }, color) => {
+    if (!low.length) return {};
+    const known = y.map((value) => value ?? 0);
+    const array = high.map((value, place) => value - known[place]);
+    const arrayminus = low.map((value, place) => known[place] - value);
+    return { error_y: { type: "data", symmetric: false, array, arrayminus, color } };
+  };
+  const trace = (series, number) => {
+    const { name, mark, x, y } = series;
+    const color = `--series-${number % numColours}`;
+    const marker = { color, symbol: pick(markers, number) };
+    const scatter = { type: "scatter", name, x, y };
+    switch (mark) {
+      case "bars":
+        return { ...scatter, type: "bar", marker: { color } };
+      case "stack": {
+        const look = { fillcolor: color, fillpattern: { shape: pick(patterns, number), size: 6 } };
+        return { ...scatter, mode: "lines", stackgroup: "all", line: { width: 0.5, color }, ...look };
+      }
+      case "points":
+        return { ...scatter, mode: "markers", marker: { ...marker, size: 7 }, ...bounds(series, color) };
+      default: {
+        const line = { color, dash: pick(dashes, number), shape: mark === "stairs" ? "hv" : "linear", width: 2 };
+        const mode = x.length <= few && mark === "line" ? "lines+markers" : "lines";
+        return { ...scatter, mode, line, marker: { ...marker, size: 6 } };
+      }
+    }
+  };
+  const limitLine = ({ name, value }, first, last) => ({
+    type: "scatter",
+    mode: "lines",
+    name: `${name} = ${Number(value.toPrecision(6))}`,
+    x: [first, last],
+    y: [value, value],
+    line: { color: "--limit", dash: "dash", width: 2 },
+  });
+  // Ticks at integers only, where a few of them cover everything.
+  const axisOf = (title, values) => {
+    const known = values.filter((value) => value !== null);
+    const isFew = known.length && Math.max(...known) <= 10 && known.every(Number.isInteger);
+    return { title: { text: title, standoff: 8 }, ...(isFew ? { dtick: 1 } : {}) };
+  };
+  const figure = (chart) => {
+    const drawn = chart.series.filter(({ x }) => x.length);
+    const places = drawn.flatMap(({ x }) => x);
+    const limits = drawn.length ? chart.limits : [];
+    const lines = limits.map((limit) => limitLine(limit, Math.min(...places), Math.max(...places)));
+    const data = [...drawn.map(trace), ...lines];
+    const xaxis = axisOf(chart.x_title, data.flatMap(({ x }) => x));
+    const yaxis = { ...axisOf(chart.y_title, data.flatMap(({ y }) => y)), rangemode: "tozero" };
+    return { data, layout: { xaxis, yaxis, showlegend: data.length > 1 } };
+  };
+
+  const charts = read("charts-data");
   const draw = () => {
     const style = getComputedStyle(root);
     const axis = { gridcolor: "--line", linecolor: "--line", zerolinecolor: "--line", automargin: true };
     for (const plot of document.querySelectorAll(".plot")) {
-      const { data, layout } = figures[plot.dataset.figure];
+      const { data, layout } = figure(charts[plot.dataset.figure]);
       const whole = {
         ...layout,
         xaxis: { ...layout.xaxis, ...axis },

@@ -1,24 +1,22 @@
 """Trains and scores in child processes, one command or several at once, and leaves none behind, whatever way it ends.
 
 A thin use of the launcher's ``Job``: every command runs under a warden that also ends it when this process is
-killed. Called by the demo and the benches, on the main thread.
+killed. Main thread only.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
+from benchmarks.cores import started_on
+from benchmarks.results import say
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.scoring import DetectionScore
@@ -26,7 +24,6 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.run_view import WaitNotice
-from swift_stage2.process.visible_devices import started_on
 from swift_stage2.telemetry.live_state import RunProgress
 from swift_stage2.telemetry.live_view import LiveView
 
@@ -34,8 +31,6 @@ START_DEADLINE_S = 600.0
 DEADLINE_PER_STEP_S = 10.0
 
 _EVALUATION_DEADLINE_S = 300.0
-_LAUNCHER = "[launch] [launch] "
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GRACE_S = 90.0  # the launcher itself may need as long to end servers and ranks in order
 
 
@@ -53,7 +48,7 @@ class Child:
 
 
 class ChildRuns:
-    """Owns every process that a demo or a bench starts. SIGINT, SIGTERM and SIGHUP end them all."""
+    """Owns every process that a bench starts. SIGINT, SIGTERM and SIGHUP end them all."""
 
     def __init__(self, show: Callable[[str], None] = lambda line: None) -> None:
         """``show`` gets every line that a child writes, with its name in brackets before it."""
@@ -132,15 +127,6 @@ def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree 
     return running, next((tree for tree, status in statuses if status not in (None, 0)), None)
 
 
-def remaining_children() -> list[str]:
-    """Processes below this one that are still there, by number and name."""
-    left = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # gone meanwhile
-            left.append("{pid} ({name})".format(**child.as_dict(["pid", "name"], "?")))
-    return left
-
-
 def train(
     children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
 ) -> None:
@@ -154,11 +140,10 @@ def train(
         job.run_dir,
         job.num_ranks,
         job.num_steps,
-        b_enabled=config.b_enabled,
         queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
     )
 
-    notice = WaitNotice(lambda text: print(f"[demo] {text}", flush=True))
+    notice = WaitNotice(say)
 
     def show() -> None:
         state = progress.refresh()
@@ -199,9 +184,3 @@ def score(
         environment=CHILD_ENVIRONMENT,
     )
     return tuple(DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8")))
-
-
-def words_of_launcher(line: str) -> str | None:
-    """The launcher's own words in a line; None for one of a server or a rank, which is in the log."""
-    plain = _COLOUR.sub("", line)
-    return plain.removeprefix(_LAUNCHER) if plain.startswith(_LAUNCHER) else None

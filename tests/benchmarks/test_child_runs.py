@@ -1,4 +1,4 @@
-"""Commands run at once and leave nothing behind; the launcher's words are told apart."""
+"""Commands run at once and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_stage2.demo.child_runs import Child, ChildRuns, remaining_children, words_of_launcher
+from benchmarks.child_runs import Child, ChildRuns
+from swift_stage2.demo.run import remaining_children
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.job import LogFollower, last_cause
+from swift_stage2.launch.job import last_cause
 
 PATIENCE_S = 60.0
 # Never ends, and leaves a grandchild in a session of its own, as torchrun does.
@@ -77,7 +78,7 @@ def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path) -> N
 
 
 def test_the_caller_sees_the_last_moment_of_a_child(tmp_path: Path) -> None:
-    """What a child wrote right before its end is there when each_moment is called for the last time."""
+    """Files that a child wrote right before its end are there when each_moment is called for the last time."""
     file, seen = tmp_path / "file", [""]
     with ChildRuns() as children:
         children.run(
@@ -152,13 +153,3 @@ def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: 
                 deadline_s=PATIENCE_S,
             )
     assert remaining_children() == []
-
-
-@pytest.mark.parametrize("colour", [None, 0, 3])
-def test_the_launchers_own_words_are_told_apart_on_any_terminal(tmp_path: Path, colour: int | None) -> None:
-    log, shown = tmp_path / "launch.log", []
-    log.touch()
-    follower = LogFollower(log, "launch", shown.append, colour)
-    log.write_text("[launch] server0 answers\n[learner] loss 0.5\nTraceback\n")
-    follower.close()
-    assert [words_of_launcher(line) for line in shown] == ["server0 answers", None, None]

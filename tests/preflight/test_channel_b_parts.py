@@ -1,0 +1,63 @@
+"""Channel B's parts as a configuration describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from real_model import rollout_of
+
+from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.binding import bind
+from swift_stage2.errors import ConfigError
+from swift_stage2.preflight.channel_b_parts import make_task
+from swift_stage2.records import Sample, SampleKey, Target
+
+BOX = (0, 0, 40, 40)
+SHIFTED = (0, 0, 40, 20)  # half of the box
+
+
+def configured(**stage2_ab: Any) -> Stage2Config:
+    return bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}, **stage2_ab}})
+
+
+def corrected(config: Stage2Config, label: str) -> Target:
+    """Corrects an answer with half of the one true box, under ``label``."""
+    sample = Sample(SampleKey(0, 0, 0), {}, TrueObjects(("cat",), ((0.0, 0.0, 40.0, 40.0),)))
+    text = f'[{{"bbox_2d": {list(SHIFTED)}, "label": "{label}"}}]'
+    return make_task(config).correct(
+        rollout_of(sample, text, ()),
+        [("cat", BOX)],
+        lambda text: (tuple(map(ord, text)), tuple((at, at + 1) for at in range(len(text)))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("matching", "label", "num_pairs"),
+    [
+        ({}, "dog", 1),
+        ({"same_label": True}, "dog", 0),
+        ({"same_label": True}, "cat", 1),
+        ({"iou_threshold": 0.6}, "cat", 0),
+        ({"unmatched_prediction_cost": 0.1, "unmatched_ground_truth_cost": 0.1}, "cat", 0),
+    ],
+)
+def test_the_task_matches_as_it_is_configured(matching: dict[str, Any], label: str, num_pairs: int) -> None:
+    quality = corrected(configured(channel_b={"matching": matching}), label).quality
+    assert quality.num_pairs == num_pairs
+
+
+def test_the_task_writes_and_weighs_as_it_is_configured() -> None:
+    target = {"dialect": "object_map", "weights": {"closure": 0.25}}
+    config = configured(channel_b={"target": target})
+    assert corrected(config, "cat").text.startswith('{"object_1"')
+    assert make_task(config).closing_weight == 0.25
+    assert make_task(configured()).closing_weight == 1.0
+
+
+def test_a_task_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"stage2_ab\.task must be .*detection.*, got task='detect'; did you mean"
+    ):
+        make_task(configured(task="detect"))
