@@ -160,7 +160,7 @@ class RoundProof(WireRecord):
 
 @dataclass(frozen=True, slots=True)
 class WeightSums(WireRecord):
-    """What a stock server with our plugin says of the last push: all its workers, in all its engines, agree on it.
+    """Answer of a stock server with our plugin about the last push: all its workers, in all its engines, agree on it.
 
     ``resident`` lacks tensors of which no whole copy into the model was seen. ``left_out`` are the model's parameters
     that nothing was copied into. Of an ``adapter`` only what arrived is known.

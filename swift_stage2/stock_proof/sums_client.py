@@ -57,7 +57,7 @@ def register_client() -> None:
 
 
 class _Guard:
-    """What one process has sent since the last push, and what it thinks of the servers' answers."""
+    """Keeps what one process has sent since the last push, and judges the servers' answers."""
 
     def __init__(self, *, raises: bool) -> None:
         self._raises = raises

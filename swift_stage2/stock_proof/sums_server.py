@@ -54,7 +54,7 @@ def _summing(engine_class: type[Any]) -> type[Any]:
 
 
 def _ask_workers(engine: Any, question: str) -> Any:
-    """What the workers of every engine behind this one say; to be awaited from an asynchronous one."""
+    """Asks the workers of every engine behind this one; to be awaited from an asynchronous one."""
     if engine.use_async_engine:
         return _ask_workers_of_all(engine.engine, question)
     return [engine.engine.collective_rpc(_WORKER_METHOD, args=(question,))]

@@ -1,4 +1,4 @@
-"""What a vLLM worker of ``swift rollout`` does beside ms-swift's own extension: it notes what it takes, and tells it.
+"""Extends a vLLM worker of ``swift rollout`` beside ms-swift's own extension: it notes what it takes, and tells it.
 
 Named to vLLM as ``worker_extension_cls``; imported in the workers only.
 """
@@ -49,7 +49,7 @@ class WeightSumsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         record.end()
 
     def stage2_weight_sums(self, question: str) -> Report:
-        """What this worker took since the last push began, and what its model holds of it now."""
+        """Tells what this worker took since the last push began, and what its model holds of it now."""
         return self._stage2_record().report(question, dict(self.model_runner.model.named_parameters()))
 
     def _stage2_record(self) -> LoadRecord:

@@ -1,4 +1,4 @@
-"""What one worker notes of a push, and what all of them say together; models that fuse, cut, drop and fail."""
+"""One worker's notes of a push, and what all of them say together; models that fuse, cut, drop and fail."""
 
 from __future__ import annotations
 
