@@ -98,7 +98,7 @@ class LoadRecord:
         self._adapter = dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
 
     def report(self, question: str, parameters: Mapping[str, torch.Tensor]) -> Report:
-        """Tells, in a form that vLLM can carry, what arrived, each piece as it is held now, what nothing was copied to."""
+        """Tells vLLM, in plain records, what arrived, each piece as it is held now, and what nothing was copied to."""
         parts = [part for parts in self._parts.values() for part in parts]
         with torch.no_grad():
             pieces = held_pieces(parts, parameters.values())

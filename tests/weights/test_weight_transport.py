@@ -95,7 +95,12 @@ def test_what_connects_to_a_server_that_became_suspect_is_not_used_again(server:
 def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server: FakeRolloutServer) -> None:
     made: list[RecordedTransport] = []
     _sync(server, made, lambda: RecordedTransport(server)).run(1, [0])
-    assert made[0].asked_before == [protocol.SERVER_INFO, protocol.RESET_PREFIX_CACHE, protocol.STATE_KEYS]
+    assert made[0].asked_before == [
+        protocol.SERVER_INFO,
+        protocol.RESET_PREFIX_CACHE,
+        protocol.WEIGHT_SUMS,
+        protocol.STATE_KEYS,
+    ]
 
 
 def test_a_stock_server_that_still_computes_gets_no_weights(server: FakeRolloutServer) -> None:
