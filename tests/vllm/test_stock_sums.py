@@ -19,13 +19,13 @@ from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
 
 from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import Arm, grpo_arguments
+from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.stock_proof import PLUGIN
