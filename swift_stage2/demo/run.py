@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,8 @@ WANTED_B_SHARE = 0.8
 _CLOCK_TOLERANCE_S = 0.001
 _SCORING_DEADLINE_S = 600.0
 _SCORING_GRACE_S = 10.0
+_START_S = 600.0  # of the job's time, beside _STEP_S for each step
+_STEP_S = 10.0
 _FAILED = 1
 
 
@@ -87,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
     )
     os.environ.update(CHILD_ENVIRONMENT)
-    if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
-        return status
+    with _deadline(_START_S + _STEP_S * job.num_steps):
+        if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
+            return status
     _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
     try:
         before, after = _score(scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint))
@@ -150,6 +155,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--b-ratio must be in the range 0..1, got b_ratio={arguments.b_ratio:g}; 0 turns B off"
         )
     return arguments
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """A job that takes longer is ended as by SIGTERM from outside, which the launcher passes on."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[DetectionScore]:

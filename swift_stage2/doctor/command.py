@@ -90,7 +90,10 @@ def _ended_in_order() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
+    ]  # as under nohup
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:

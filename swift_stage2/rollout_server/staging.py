@@ -18,6 +18,9 @@ import torch
 # name, shape, dtype without "torch.", first byte; plain lists pass through vLLM's own encoding
 LayoutEntry = list[Any]
 
+_ALIGNMENT = 64
+_EXTENT_BYTES = 4 << 30
+
 
 class StagingBuffers:
     """One uint8 buffer for every bucket of a round."""
@@ -55,79 +58,74 @@ class StagedWeights:
 
 
 class SharedStaging(StagingBuffers):
-    """Buffers one behind the other in one memory file."""
+    """Buffers one behind the other in one memory file, which is mapped in few large parts.
+
+    Each mapping holds a descriptor of its own, and a model may come in thousands of buckets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._fd = os.memfd_create("swift-stage2-weights", os.MFD_CLOEXEC)
-        self._num_bytes = 0
-        self._starts: dict[int, int] = {}
+        self._extents: list[
+            tuple[int, torch.Tensor]
+        ] = []  # first byte, memory; pages come as they are written
+        self._ends: list[int] = []  # of each buffer, its last byte's successor in the file
 
     def stage(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
-        """Says where the tensors lie; those outside of the buffers are copied in behind them.
-
-        What was there before is overwritten.
-        """
+        """Says where the tensors lie; those outside of the buffers are copied in behind them."""
         layout: list[LayoutEntry] = []
-        strays: dict[int, torch.Tensor] = {}
-        end = first_stray = self._end(len(self._buffers))
+        end = self._ends[-1] if self._ends else 0
         for name, tensor in weights.items():
             start = self._place(tensor)
             if start is None:
-                start, strays[end] = end, tensor
-                end = _aligned(end + tensor.numel() * tensor.element_size())
-            layout.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), start])
-        self._resize(max(end, mmap.PAGESIZE))
-        if strays:
-            memory = self._map(first_stray, end - first_stray)
-            for start, tensor in strays.items():
                 flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                memory[start - first_stray :][: flat.numel()].copy_(flat)
-        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._fd}", self._num_bytes, layout)
+                start, memory = self._take(end, flat.numel())
+                memory.copy_(flat)
+                end = start + flat.numel()
+            layout.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), start])
+        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._fd}", max(end, 1), layout)
+
+    def trim(self, num_buckets: int) -> None:
+        """As ``StagingBuffers.trim``; the memory stays for the buckets to come."""
+        super().trim(num_buckets)
+        del self._ends[num_buckets:]
 
     def close(self) -> None:
         """As ``StagingBuffers.close``."""
         super().close()
+        self._extents.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _new_buffer(self, index: int, num_bytes: int) -> torch.Tensor:
         self.trim(index)  # what lay behind another size moves
-        self._starts[index] = start = self._end(index)
-        self._resize(start + _aligned(num_bytes))
-        return self._map(start, num_bytes)
+        start, memory = self._take(self._ends[-1] if self._ends else 0, num_bytes)
+        self._ends.append(start + num_bytes)
+        return memory
 
-    def _end(self, num_buckets: int) -> int:
-        """The first byte behind so many buffers."""
-        last = num_buckets - 1
-        return self._starts[last] + _aligned(self._buffers[last].numel()) if num_buckets else 0
+    def _take(self, end: int, num_bytes: int) -> tuple[int, torch.Tensor]:
+        """The first place behind ``end`` with so many bytes in one mapping: its first byte, and its memory."""
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for first, memory in self._extents:
+            at = max(start, first)
+            if at + num_bytes <= first + memory.numel():
+                return at, memory[at - first : at - first + num_bytes]
+        first = sum(memory.numel() for _, memory in self._extents)
+        size = -(-max(num_bytes, _EXTENT_BYTES) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self._fd, first + size)
+        mapped = torch.frombuffer(mmap.mmap(self._fd, size, offset=first), dtype=torch.uint8)
+        self._extents.append((first, mapped))
+        return first, mapped[:num_bytes]
 
     def _place(self, tensor: torch.Tensor) -> int | None:
         """The file's byte at which a contiguous tensor in one of the buffers begins."""
-        address = tensor.data_ptr()
-        for index, buffer in self._buffers.items():
-            offset = address - buffer.data_ptr()
-            if (
-                tensor.is_contiguous()
-                and 0 <= offset <= buffer.numel() - tensor.numel() * tensor.element_size()
-            ):
-                return self._starts[index] + offset
+        if tensor.is_contiguous() and tensor.numel():
+            for first, memory in self._extents:
+                offset = tensor.data_ptr() - memory.data_ptr()
+                if 0 <= offset < memory.numel():
+                    return first + offset
         return None
-
-    def _resize(self, num_bytes: int) -> None:
-        os.ftruncate(self._fd, num_bytes)
-        self._num_bytes = num_bytes
-
-    def _map(self, start: int, num_bytes: int) -> torch.Tensor:
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(self._fd, num_bytes, offset=start), dtype=torch.uint8)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Up to the next page, where a mapping may begin."""
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def open_staged(path: str, num_bytes: int, layout: list[LayoutEntry]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -95,10 +96,14 @@ class TransformersRolloutEngine(Engine):
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
-        arrived = _checksums(weights)
+        end = time.monotonic() + timeout_s
+        try:
+            arrived = _checksums(weights)
+        except RuntimeError as error:
+            raise RoundFailed(f"the weights that arrived could not be summed: {error}") from error
         try:
             future = self._queue.put_task(lambda: self._copy_weights(weights, arrived, stamp)).future
-            installed: InstalledWeights = future.result(timeout_s)
+            installed: InstalledWeights = future.result(max(0.0, end - time.monotonic()))
         except FutureTimeout as error:
             raise RoundFailed(
                 f"the engine did not load within timeout_s={timeout_s:.1f}", torn=not future.cancel()

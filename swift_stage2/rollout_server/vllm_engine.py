@@ -80,6 +80,7 @@ class VllmRolloutEngine(Engine):
         self._build = build
         self.staging = SharedStaging()
         self._abandoned: list[SharedStaging] = []  # a worker may still read them
+        self._workers_may_read = False  # of a load that has begun and is not known to be over
         self._generator: VllmGenerator | None = None
         self._loop = asyncio.new_event_loop()
         self._door = _Door()
@@ -110,9 +111,13 @@ class VllmRolloutEngine(Engine):
         return settled and self._call(require_loaded(self._generator).reset_cache(kind), timeout_s)
 
     def renew_staging(self) -> None:
-        """As ``Engine.renew_staging``. The old one is as large as the model: kept until no worker can read it."""
-        self._abandoned.append(self.staging)
+        """As ``Engine.renew_staging``. The old one is as large as the model: kept only while a worker may read it."""
+        old = self.staging
         super().renew_staging()
+        if self._workers_may_read:
+            self._abandoned.append(old)
+        else:
+            old.close()
 
     def install(
         self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
@@ -213,6 +218,7 @@ class VllmRolloutEngine(Engine):
             raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
             staged = await asyncio.to_thread(self.staging.stage, weights)
+            self._workers_may_read = True
             async with asyncio.timeout_at(end):
                 reports = await generator.load_weights(staged, str(self.install_fault))
                 self._close_abandoned()  # workers do one thing after another: earlier loads are over
@@ -243,9 +249,10 @@ class VllmRolloutEngine(Engine):
             await self._door.open()
 
     def _close_abandoned(self) -> None:
-        for staging in self._abandoned:
+        self._workers_may_read = False
+        abandoned, self._abandoned = self._abandoned, []
+        for staging in abandoned:
             staging.close()
-        self._abandoned.clear()
 
     # --- any thread -----------------------------------------------------------------------------
     def _call(self, work: Any, timeout_s: float) -> Any:

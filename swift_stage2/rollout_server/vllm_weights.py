@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstalledWeights
-from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.tensors import checksum_tensor, checksum_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +84,19 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``read`` holds the checksums of the given tensors where they are known: one that was copied whole is not
         summed again.
         """
-        given = [
-            read[name] if read and self._is_whole(name, target, source) else None
+        given = [  # one at a time: each may need a copy of its own
+            read[name]
+            if read and self._is_whole(name, target, source)
+            else checksum_tensor(source.expand(target.shape).to(target.dtype))
             for name, target, source in self._copies
         ]
-        cut = [
-            source.expand(target.shape).to(target.dtype)
-            for (_, target, source), known in zip(self._copies, given, strict=True)
-            if known is None
-        ]
-        sums = iter(checksum_tensors(cut))
         return [
             CopiedPart(
                 name=name,
                 offset=self._offset(name, source),
                 shape=tuple(source.shape),
                 stride=tuple(source.stride()),
-                given=next(sums) if known is None else known,
+                given=known,
                 storage=StorageWeakRef(target.untyped_storage()),  # type: ignore[no-untyped-call]
                 target=(
                     target.dtype,

@@ -149,15 +149,18 @@ class WeightRounds:
 
         Raises:
             RoundRefused: no round is open, or it listens already.
-            RoundFailed: the address cannot be listened on.
+            RoundFailed: the address cannot be listened on, or there is no memory to receive into.
         """
         with self._lock:
             current = self._open_round()
             if current.receiver is not None:
                 raise RoundRefused(RefusalReason.WRONG_ORDER, "the round listens for weights already")
             timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
-            if self._last_receiver is not None and not self._last_receiver.join(0):
-                self._engine.renew_staging()  # a stuck transfer may still write into the old one
+            is_stuck = self._last_receiver is not None and not self._last_receiver.join(0)
+            if (
+                is_stuck or self._num_loading
+            ):  # it may still be written, or read by a load that nobody waits for
+                self._renew_staging()
             receiver = WeightReceiver(self._host, port, timeout_s, self._engine.staging)
             self._last_receiver = current.receiver = receiver
         try:
@@ -278,6 +281,12 @@ class WeightRounds:
             self._end_round()
 
     # --- decisions, under the lock --------------------------------------------------------------
+    def _renew_staging(self) -> None:
+        try:
+            self._engine.renew_staging()
+        except OSError as error:
+            raise RoundFailed(f"the server has no memory to receive weights into: {error}") from error
+
     def _is_unproven(self) -> bool:
         """A round may end while the engine still loads for it: what the model holds then is anybody's guess."""
         return self._unproven or self._num_loading > 0

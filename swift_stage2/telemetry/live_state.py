@@ -127,6 +127,8 @@ class LiveTracker:
 
     def take_others(self, depths: Sequence[float | None], num_rollouts: float, now: float) -> None:
         """Takes in what rank 0 learns of all ranks at a logging step: ready packs, and rollouts since the last one."""
+        if not self.state.b_enabled:
+            return
         self._depths = [None if depth is None else int(depth) for depth in depths]
         self._rollouts.append((now, int(num_rollouts)))
         self._change(queue_depths=tuple(self._depths), rollouts_per_s=self._rate(now))

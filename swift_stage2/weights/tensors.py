@@ -25,6 +25,7 @@ _ROW_WORDS = 1024
 _CHUNK_WORDS = 4096 * _ROW_WORDS  # what one thread, or one kernel, sums at a time: 16 MiB
 _BLOCK_ROWS = 512  # what stays in a core's cache while it is summed by row and by column
 _MOST_THREADS = 16
+_BATCH_BYTES = 256 << 20  # at most so much, or one tensor, is copied to be summed
 _MODULUS = 1 << 64
 
 
@@ -39,28 +40,46 @@ def checksum_tensor(tensor: torch.Tensor) -> str:
 
 
 def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """``checksum_tensor`` of each; all are on one device, which sums them and hands over all sums in one copy.
+    """``checksum_tensor`` of each, on the device that holds it; what must be copied for it is bounded.
 
-    Tensors on the CPU are summed by as many threads as the process has cores.
+    Tensors on the CPU are summed by as many threads as the process has cores; a device hands over the sums of some
+    hundred MiB at once.
     """
+    sums: list[str] = []
+    batch: list[torch.Tensor] = []
+    for tensor in tensors:
+        if batch and (
+            tensor.device != batch[0].device
+            or sum(map(_num_bytes, batch)) + _num_bytes(tensor) > _BATCH_BYTES
+        ):
+            sums += _checksum_batch(batch)
+            batch = []
+        batch.append(tensor)
+    return sums + _checksum_batch(batch)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _checksum_batch(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Of tensors on one device."""
     words = [_words(tensor) for tensor in tensors]
     chunks = [
         (index, start) for index, each in enumerate(words) for start in range(0, each.numel(), _CHUNK_WORDS)
     ]
-    parts: Iterable[Sequence[int]]
-    if any(each.device.type != "cpu" for each in words):
-        sums = [_sums_on_device(words[index][start : start + _CHUNK_WORDS], start) for index, start in chunks]
-        parts = torch.stack(sums).tolist() if sums else []
-    else:
-        parts = _sum_on_cores(
-            [(words[index][start : start + _CHUNK_WORDS], start) for index, start in chunks]
-        )
+    pieces = [(words[index][start : start + _CHUNK_WORDS], start) for index, start in chunks]
+    parts: Iterable[Sequence[int]] = []
+    if pieces and pieces[0][0].device.type != "cpu":
+        parts = torch.stack([_sums_on_device(*piece) for piece in pieces]).tolist()
+    elif pieces:
+        parts = _sum_on_cores(pieces)
     totals = [[0, 0] for _ in words]
     for (index, _), (plain, weighted) in zip(chunks, parts, strict=True):
         totals[index][0] += plain
         totals[index][1] += weighted
     return [
-        f"{str(tensor.dtype).removeprefix('torch.')}:{tensor.numel() * tensor.element_size()}:"
+        f"{str(tensor.dtype).removeprefix('torch.')}:{_num_bytes(tensor)}:"
         f"{plain % _MODULUS:016x}:{weighted % _MODULUS:016x}"
         for tensor, (plain, weighted) in zip(tensors, totals, strict=True)
     ]
@@ -141,14 +160,18 @@ class BucketMemory:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._lock = (
+            threading.Lock()
+        )  # not for giving back, which the collector may do at any line of ``take``
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Contiguous uint8 memory of that size, the caller's until ``keep_after``."""
-        if device.type == "cpu" and self._free:
-            largest = max(range(len(self._free)), key=lambda index: self._free[index].numel())
-            kept = self._free.pop(largest)
-            if kept.numel() >= num_bytes:
-                return kept[:num_bytes]
+        with self._lock:
+            if device.type == "cpu" and self._free:
+                largest = max(range(len(self._free)), key=lambda index: self._free[index].numel())
+                kept = self._free.pop(largest)
+                if kept.numel() >= num_bytes:
+                    return kept[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def keep_after(self, packed: PackedBucket) -> None:

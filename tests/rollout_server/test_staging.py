@@ -103,14 +103,35 @@ def test_what_was_received_is_read_by_another_where_it_lies() -> None:
         }
         staged = staging.stage(weights)
         opened = open_staged(staged.path, staged.num_bytes, staged.layout)
-        assert [entry[3] for entry in staged.layout] == [
-            0,
-            4100,
-            staged.num_bytes - 4096,
-            staged.layout[3][3],
-        ]
+        starts = {name: start for name, *_, start in staged.layout}
+        assert starts["part"] == 64 + 4, "behind the first buffer, at the next multiple of 64"
+        assert starts["behind"] < starts["stray"] < staged.num_bytes
         assert all(torch.equal(opened[name], tensor) for name, tensor in weights.items())
         buffers[0].fill_(9)  # the reader maps this memory; nothing is copied
         assert opened["whole"].view(torch.uint8).eq(9).all()
         del opened
+    staging.close()
+
+
+def test_many_buckets_hold_few_descriptors() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    staging = SharedStaging()
+    buffers = [staging.buffer(index, 100) for index in range(500)]
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 10
+    for index, buffer in enumerate(buffers):
+        buffer.fill_(index % 251)
+    assert all(buffer.eq(index % 251).all() for index, buffer in enumerate(buffers))
+    staging.close()
+
+
+def test_a_bucket_larger_than_a_mapping_gets_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_stage2.rollout_server.staging._EXTENT_BYTES", 4096)
+    staging = SharedStaging()
+    weights = {
+        str(index): staging.buffer(index, size).fill_(index + 1)
+        for index, size in enumerate((3000, 9000, 50))
+    }
+    staged = staging.stage(weights)
+    opened = open_staged(staged.path, staged.num_bytes, staged.layout)
+    assert all(torch.equal(opened[name], tensor) for name, tensor in weights.items())
     staging.close()

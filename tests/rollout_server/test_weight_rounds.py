@@ -36,6 +36,9 @@ class EngineStandIn:
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
 
+    def renew_staging(self) -> None:
+        self.staging = StagingBuffers()
+
     def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         if self.error is not None:
             raise self.error
@@ -225,6 +228,29 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
         assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
     assert (during, reason) == (RoundState.UNPROVEN, RefusalReason.UNPROVEN)
     assert rounds.state is afterwards
+
+
+def test_a_round_that_begins_while_a_load_runs_on_receives_into_other_memory(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    engine = SlowLoad()
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    rounds.begin(request())
+    rounds.open_receiver(1, 1.0)
+    being_read = engine.staging
+    with ThreadPoolExecutor(1) as learner:
+        loading = learner.submit(rounds.load, NOBODY_LEAVES)
+        assert engine.loads.wait(20.0)
+        rounds.begin(request())
+        rounds.open_receiver(1, 1.0)
+        assert engine.staging is not being_read
+        engine.go_on.set()
+        loading.exception(20.0)
+    being_read = engine.staging
+    rounds.begin(request())
+    rounds.open_receiver(1, 1.0)
+    assert engine.staging is being_read, "nothing loads any more"
 
 
 def test_weights_whose_learner_has_gone_are_not_installed(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.weights import tensors
-from swift_stage2.weights.tensors import BucketMemory, PackedBucket, WeightBucket, all_finite, checksum_tensor
+from swift_stage2.weights.tensors import (
+    BucketMemory,
+    PackedBucket,
+    WeightBucket,
+    all_finite,
+    checksum_tensor,
+    checksum_tensors,
+)
 
 
 def expected_checksum(data: bytes, dtype: str) -> str:
@@ -119,3 +128,32 @@ def test_a_device_sums_as_the_host_does() -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (5000,), dtype=torch.int32)
     by_device = [total % 2**64 for total in tensors._sums_on_device(words, 7).tolist()]
     assert by_device == [total % 2**64 for total in tensors._sums_on_host(words, 7)]
+
+
+def test_tensors_of_several_devices_are_summed_where_they_lie() -> None:
+    """``meta`` stands for a second device: it computes shapes, and refuses to be read."""
+    here = torch.arange(4)
+    assert checksum_tensors([here, here[:0], here]) == [
+        checksum_tensor(each) for each in (here, here[:0], here)
+    ]
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        checksum_tensors([here, torch.empty(4, device="meta")])
+
+
+def test_two_pushes_that_pack_at_once_get_memory_of_their_own() -> None:
+    memory = BucketMemory()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+
+        def pack_many(value: int) -> bool:
+            for _ in range(500):
+                packed = WeightBucket([("a", torch.full((8,), value))], memory).pack({})
+                if not packed.flat.view(torch.int64).eq(value).all():
+                    return False
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(pack_many, (1, 2)))
+    finally:
+        sys.setswitchinterval(before)
