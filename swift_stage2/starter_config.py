@@ -6,17 +6,19 @@ What is asked is checked at once by the functions that a run calls at its start.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.launch import ServerEngine
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.config.yaml_text import parse_yaml, write_yaml
+from swift_stage2.dataset.command import lines_of_task
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
@@ -29,6 +31,7 @@ from swift_stage2.terminal.parser import CommandParser
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
 _GRADIENT_ACCUMULATION_STEPS = 4
 _PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters")
+_OF_BOTH_SIDES = ("model_type", "template", "external_plugins", "max_pixels")
 _HEAD = """\
 # Written by swift-stage2 init; every key is explained in docs/design/config.md.
 # A relative path, in here or in a row of the data, is read from the folder in which a command is started.
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for question in _QUESTIONS.values():
         question.check(options)
     write_starter(options)
+    engine, reason = _engine(_devices(options.rollout_gpus))
+    print(f"servers run engine {engine}, because {reason}; launch.servers[].engine names another")
+    for line in lines_of_task(options.task):
+        print(line)
     print(f"wrote {options.output}; check it with: swift-stage2 doctor {options.output}")
     print(f"then start it with: swift-stage2 launch {options.output}")
     return 0
@@ -117,13 +124,24 @@ def _absolute(value: Any) -> Any:
     return str(found.absolute()) + rows + number if found.exists() else value
 
 
+def _engine(devices: Sequence[int]) -> tuple[ServerEngine, str]:
+    """Our server on vLLM where it is installed and has a GPU, else on transformers; and why."""
+    if not devices:
+        return ServerEngine.TRANSFORMERS, "the servers have no GPU"
+    if find_spec("vllm") is None:
+        return ServerEngine.TRANSFORMERS, "vLLM is not installed here"
+    return ServerEngine.VLLM, "vLLM is installed here"
+
+
 def _server(devices: list[int], swift: dict[str, Any]) -> dict[str, Any]:
-    """Our server: on vLLM where it is installed and has a GPU, else on transformers, told what the learner is."""
-    if devices and importlib.util.find_spec("vllm") is not None:
-        return {"engine": "vllm", "devices": devices}
-    names = {"model_type": "model-type", "template": "template", "external_plugins": "external-plugins"}
-    args = {option: swift[key] for key, option in names.items() if swift.get(key)}
-    return {"engine": "transformers", "devices": devices, **({"args": args} if args else {})}
+    """Our server, told of the learner what decides how a prompt is read."""
+    engine, _ = _engine(devices)
+    # On vLLM ms-swift's own parser reads the options, and they are spelt as the learner's.
+    spelt = {
+        key: key.replace("_", "-") if engine is ServerEngine.TRANSFORMERS else key for key in _OF_BOTH_SIDES
+    }
+    args = {option: swift[key] for key, option in spelt.items() if swift.get(key)}
+    return {"engine": str(engine), "devices": devices, **({"args": args} if args else {})}
 
 
 def _ask(options: argparse.Namespace, name: str) -> None:
@@ -204,6 +222,11 @@ def _further(words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
             raise UserError(f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full")
+        if key in found:
+            raise UserError(
+                f"--swift must name a key once, got {key} again with {word!r}; where the key takes several values, "
+                f"write them as one list: --swift '{key}=[A,B]'"
+            )
         found |= parse_yaml(f"{key}: {value}", f"--swift {word}")
     return found
 
@@ -239,6 +262,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a further ms-swift training argument, as tuner_type=full; may be given again",
+        help="a further ms-swift training argument, as tuner_type=full or 'external_plugins=[a.py,b.py]'; "
+        "may be given again with another KEY",
     )
     return parser.parse_args(argv)

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from swift_stage2 import cli
-from swift_stage2.config import ServerEngine, load_config
+from swift_stage2 import cli, starter_config
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config.binding import bind
+from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE
+from swift_stage2.launch.plan import plan_launch
+from swift_stage2.rollout_server.command_line import parse_command
 
 TINY = [
     word
@@ -44,7 +48,9 @@ def test_the_doctor_accepts_what_init_writes(
     }.items():
         monkeypatch.setenv(name, value)  # what the doctor sets for its own process is undone
     assert cli.main(["init", *answers(rows_file, tmp_path / "job.yaml"), *TINY]) == 0
-    assert "swift-stage2 doctor" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "servers run engine transformers, because the servers have no GPU" in told
+    assert "swift-stage2 doctor" in told
     assert cli.main(["doctor", "job.yaml"]) == 0, capsys.readouterr().out
 
 
@@ -81,6 +87,47 @@ def test_a_hub_id_and_a_number_of_rows_stay(
     config = load_config(output)
     assert config.swift["model"] == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert config.swift["dataset"] == [f"{rows_file}#4"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_vllm", "engine", "reason"),
+    [
+        ("1", True, ServerEngine.VLLM, "vLLM is installed"),
+        ("1", False, ServerEngine.TRANSFORMERS, "vLLM is not installed"),
+        ("none", True, ServerEngine.TRANSFORMERS, "the servers have no GPU"),
+    ],
+)
+def test_servers_get_of_the_learners_arguments_what_decides_how_a_prompt_is_read(
+    rows_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    has_vllm: bool,
+    engine: ServerEngine,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(starter_config, "find_spec", lambda _: object() if has_vllm else None)
+    plugins = [tmp_path / name for name in ("a.py", "b.py")]
+    for plugin in plugins:
+        plugin.touch()
+    shared: dict[str, Any] = {
+        "template": "qwen2_5_vl",
+        "external_plugins": [str(plugin) for plugin in plugins],
+        "max_pixels": 501760,
+    }
+    words = answers(rows_file, tmp_path / "job.yaml", rollout_gpus=gpus)
+    options = starter_config._parse([*words, "--swift", "max_steps=8"])
+    options.output = tmp_path / "job.yaml"
+    options.swift += [f"{key}={json.dumps(value)}" for key, value in shared.items()]
+    data = starter_config.starter_config(options)
+    (server,) = data["launch"]["servers"]
+    underscore = "_" if engine is ServerEngine.VLLM else "-"
+    assert server["engine"] == engine
+    assert server["args"] == {name.replace("_", underscore): value for name, value in shared.items()}
+    assert "&id" not in write_yaml(data)  # a list that stands twice is written twice
+    argv = plan_launch(bind(Stage2Config, data), options.output, {}).servers[0].command.argv
+    parse_command(argv[argv.index("rollout") + 1 :])
+    assert starter_config._engine(server["devices"])[1].startswith(reason)
 
 
 def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, tmp_path: Path) -> None:
@@ -132,13 +179,15 @@ def test_what_no_run_could_use_is_refused_and_nothing_is_written(
     [
         ("lerning_rate=1e-5", "unknown key 'lerning_rate' in section swift; did you mean 'learning_rate'?"),
         ("max_steps=many", "ms-swift refuses section swift: argument --max_steps"),
+        ("external_plugins=b.py", "--swift must name a key once, got external_plugins again with"),
     ],
 )
 def test_arguments_that_ms_swift_does_not_take_are_refused(
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
 ) -> None:
     output = tmp_path / "job.yaml"
-    assert cli.main(["init", *answers(rows_file, output), "--swift", word]) == 2
+    before = ["--swift", "external_plugins=a.py"] if "plugins" in word else []
+    assert cli.main(["init", *answers(rows_file, output), *before, "--swift", word]) == 2
     assert told in capsys.readouterr().err
     assert not output.exists()
 
@@ -161,6 +210,7 @@ def test_another_tasks_rows_need_no_objects(tmp_path: Path, capsys: pytest.Captu
     assert "objects" in capsys.readouterr().err
     more = ["--task", "init_counting", "--swift", f"external_plugins={plugin}"]
     assert cli.main(["init", *words, *more]) == 0, capsys.readouterr().err
+    assert "task init_counting is not looked at here; doctor does" in capsys.readouterr().out
     assert load_config(output).stage2_ab.task == "init_counting"
 
 

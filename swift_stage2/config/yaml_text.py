@@ -59,7 +59,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else; writes a value out wherever it stands."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     files = [Path(name) for name in options.files]
+    for line in lines_of_task(options.task):
+        print(line, file=sys.stderr)  # beside the findings, which --json prints for a program
     if options.apply_exif is not None:
         files = [_rewrite(files, options)]
     with ExitStack() as stack:
@@ -131,6 +133,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.apply_exif is not None and len(options.files) != 1:
         raise UserError(f"--apply-exif takes one file, got {len(options.files)}; rewrite them one by one")
     return options
+
+
+def lines_of_task(task: str) -> Iterator[str]:
+    """A line where the name of the task may be misspelt: which others exist is known once plugins are loaded."""
+    if task not in SHIPPED_TASKS:
+        yield f"task {task} is not looked at here; doctor does"
 
 
 def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:

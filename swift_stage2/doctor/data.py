@@ -20,7 +20,7 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, w
 from swift_stage2.preflight.channel_b_parts import make_task
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
-from swift_stage2.preflight.samples import RowLengths, check_rows
+from swift_stage2.preflight.samples import MOST_LOOKED_AT, RowLengths, check_rows
 from swift_stage2.records import Sample
 
 if TYPE_CHECKING:
@@ -145,7 +145,10 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     )
     if len(samples) < count:
         return warning(
-            found, f"mend the rows that cannot be used; only {len(samples)} of the first 64 can", looked_at
+            found,
+            "mend the rows that cannot be used; only "
+            f"{len(samples)} of the {min(MOST_LOOKED_AT, len(usable))} looked at can",
+            looked_at,
         )
     return ok(found, looked_at)
 

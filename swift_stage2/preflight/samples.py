@@ -24,7 +24,7 @@ from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, cut_remedy
 from swift_stage2.records import Sample, SampleKey
 
-_NUM_SAMPLES_LOOKED_AT = 64
+MOST_LOOKED_AT = 64
 _NUM_SAMPLES_WANTED = 3
 
 
@@ -47,7 +47,7 @@ def usable_samples(
     source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
-    for key in source.draw(min(_NUM_SAMPLES_LOOKED_AT, len(rows if usable is None else usable))):
+    for key in source.draw(min(MOST_LOOKED_AT, len(rows if usable is None else usable))):
         try:
             sample = source.read(key)
             task.to_space(sample.truth, encoder.encode_prompt(sample).convert)

@@ -184,6 +184,11 @@ def transformers_command(
     _add_engine(parser, help="vllm takes the options of `swift rollout` instead")
     parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
     parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
+    parser.add_argument(
+        "--max-pixels",
+        type=positive_integer,
+        help="images with more are shrunk, as by the learner's max_pixels",
+    )
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--max-batch-size", type=positive_integer, default=64)
@@ -223,7 +228,9 @@ def _load_transformers(
         require_known_accelerator(found.type if found else None)
         require_visible_devices(os.environ, torch.cuda.device_count())
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    return load_generator()(options.model, device_map=device, **given)
+    generator = load_generator()(options.model, device_map=device, **given)
+    generator.template.max_pixels = options.max_pixels
+    return generator
 
 
 # --- vllm ---------------------------------------------------------------------------------------

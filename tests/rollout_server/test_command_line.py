@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from live_server import MODEL, free_port
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server import command_line, transformers_engine, vllm_engine
-from swift_stage2.rollout_server.command_line import parse_command
+from swift_stage2.rollout_server.command_line import parse_command, transformers_command
 from swift_stage2.servers.http_app import bind
 
 
@@ -38,6 +39,22 @@ def test_vllm_takes_the_options_of_swift_rollout_and_passes_them_on(
     assert (command.host, command.port, command.has_children) == ("::1", 8123, True)
     command.start_engine()
     assert built == [["--model", str(MODEL), "--external_plugins", plugin, plugin, *rest], str(MODEL)]
+
+
+@pytest.mark.parametrize(("words", "limit"), [(["--max-pixels", "3136"], 3136), ([], None)])
+def test_pictures_are_shrunk_by_the_learners_limit_of_pixels(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], limit: int | None
+) -> None:
+    loads: list[Any] = []
+    monkeypatch.setattr(
+        transformers_engine, "TransformersRolloutEngine", lambda load, **_: loads.append(load)
+    )
+    generator = SimpleNamespace(template=SimpleNamespace(max_pixels=None))
+    arguments = [str(MODEL), "--device", "cpu", *words]
+    transformers_command(arguments, lambda: lambda *_, **__: generator).start_engine()  # type: ignore[arg-type,return-value]
+    (load,) = loads
+    assert load() is generator
+    assert generator.template.max_pixels == limit
 
 
 def test_the_key_comes_from_the_variable_or_as_stock_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
