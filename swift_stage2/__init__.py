@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swift_stage2.channel_b.task import Task, register_task
+    from swift_stage2.channel_b.task import Task, register_task, try_task
     from swift_stage2.config import load_config
     from swift_stage2.training.stage2_trainer import Stage2Trainer
 
-__all__ = ["Stage2Trainer", "Task", "load_config", "register_task"]
+__all__ = ["Stage2Trainer", "Task", "load_config", "register_task", "try_task"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -22,6 +22,7 @@ _HOMES = {
     "Task": "swift_stage2.channel_b.task",
     "load_config": "swift_stage2.config",
     "register_task": "swift_stage2.channel_b.task",
+    "try_task": "swift_stage2.channel_b.task",
 }
 
 

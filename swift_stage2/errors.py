@@ -30,6 +30,10 @@ class DatasetError(UserError):
     """The data set as a whole cannot be used (missing file, malformed line, no boxes)."""
 
 
+class TaskError(UserError):
+    """A task of the user's breaks, or hands back a target that cannot be trained; only its author can mend it."""
+
+
 class StorageFull(UserError):
     """A disk does not take what a run must write: it is full, over its quota, read-only or broken."""
 

@@ -204,7 +204,7 @@ def build(
             packs_per_b_step=4,
         ),
         guard=TruncationGuard(1.0),
-        rounds=RoundSchedule(1, sync_every),
+        rounds=RoundSchedule(1, sync_every, backoff_steps=1, max_backoff_steps=64),
         sync=sync,
         probe=SuspectProbe(rank=RANK, api_key=None),
         abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),

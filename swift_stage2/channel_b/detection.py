@@ -116,7 +116,7 @@ class DetectionTask(Task):
         parsed = parse_rollout(text, self._dialect)
         found = tuple((found.label, found.box) for found in parsed.objects)
         objects = tuple((normalise(label), box) for label, box in truth)
-        if found != objects or parsed.dropped or parsed.truncated:
+        if found != objects or parsed.dropped or parsed.unclosed:
             raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
         return read_format(text, self._dialect)
 

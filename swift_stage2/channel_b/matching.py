@@ -32,10 +32,10 @@ def match_objects(
     predicted_boxes: ArrayLike,
     true_boxes: ArrayLike,
     *,
-    iou_threshold: float = 0.3,
-    top_k: int = 10,
-    unmatched_prediction_cost: float = 1.0,
-    unmatched_ground_truth_cost: float = 1.0,
+    iou_threshold: float,
+    top_k: int,
+    unmatched_prediction_cost: float,
+    unmatched_ground_truth_cost: float,
     allowed: NDArray[np.bool_] | None = None,
 ) -> MatchResult:
     """The cheapest match, where a pair costs 1 − IoU and everything unmatched its own cost.

@@ -108,19 +108,19 @@ class ParsedRollout:
     objects: tuple[PredictedObject, ...]
     dropped: Mapping[ObjectDropReason, int]
     """By reason, reasons that occurred only."""
-    truncated: bool
+    unclosed: bool
 
 
 def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     """Reads an answer of the model; no text raises.
 
     The container starts at the dialect's first bracket. Text before it, after it and after the end of
-    the turn is ignored. An answer without a container is truncated unless it is empty.
+    the turn is ignored. An answer without a container is unclosed unless it is empty.
     """
     answer = text.partition(END_OF_TURN)[0]
     start = answer.find(dialect.opener)
     if start < 0:
-        return ParsedRollout((), {}, truncated=bool(answer))
+        return ParsedRollout((), {}, unclosed=bool(answer))
     objects: list[PredictedObject] = []
     dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
@@ -129,7 +129,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
         if match := _SEPARATORS.match(answer, position):
             position = match.end()
         if answer.startswith(dialect.closer, position):
-            return ParsedRollout(tuple(objects), dict(dropped), truncated=False)
+            return ParsedRollout(tuple(objects), dict(dropped), unclosed=False)
         name = None
         if dialect.named and (key := _KEY.match(answer, position)):
             name, position = str(json.loads(key[1])), key.end()
@@ -141,7 +141,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
             objects.append(outcome)
         else:
             dropped[outcome] += 1
-    return ParsedRollout(tuple(objects), dict(dropped), truncated=True)
+    return ParsedRollout(tuple(objects), dict(dropped), unclosed=True)
 
 
 def _judge_element(

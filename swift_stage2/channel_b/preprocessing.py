@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import swift_stage2
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
-from swift_stage2.channel_b.task import Task
+from swift_stage2.channel_b.task import Task, correct_by
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
 from swift_stage2.records import Pack, Rollout, Segment, Target
@@ -69,8 +69,9 @@ def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task
 
     Raises:
         SampleError, MatchingError: the sample cannot be used.
+        TaskError: as ``correct_by`` does.
     """
-    return task.correct(rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
+    return correct_by(task, rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
 
 
 def make_segment(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.registry import register
-from swift_stage2.records import Rollout, Sample, Target
+from swift_stage2.errors import TaskError
+from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 if TYPE_CHECKING:
@@ -116,3 +117,43 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
         ConfigError: the name is taken.
     """
     return register(TASKS, "task", name)
+
+
+def name_of(task: Task) -> str:
+    """The name that ``stage2_ab.task`` gives it, or its class's where nobody registered that."""
+    return next((name for name, known in TASKS.items() if type(task) is known), type(task).__qualname__)
+
+
+def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> Target:
+    """The target that the task gives, after a look at its form; ``truth`` as ``Task.correct`` takes it.
+
+    Raises:
+        SampleError, MatchingError: the sample cannot be used.
+        TaskError: the task gives no target, or one with another number of weights than of tokens.
+    """
+    target: object = task.correct(rollout, truth, tokenise)
+    if not isinstance(target, Target):
+        raise TaskError(
+            f"task {name_of(task)}: correct must return a Target, got {type(target).__name__}; mend the task"
+        )
+    if len(target.weights) != len(target.token_ids):
+        raise TaskError(
+            f"task {name_of(task)}: a Target needs one weight per token, got num_weights={len(target.weights)} "
+            f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}; mend the task"
+        )
+    return target
+
+
+def try_task(task: Task, row: Mapping[str, Any], text: str) -> Target:
+    """The target that a task gives for one row and one answer of a model, without any model.
+
+    Every character is a token, and the row's own coordinates, rounded, are the template's.
+    """
+    sample = Sample(SampleKey(0, 0, 0), row, task.read_truth(row))
+    rollout = Rollout(sample, text, _characters(text)[0], (), False, 0, "", (VersionSpan(0, 0, 0),))
+    truth = task.to_space(sample.truth, lambda lists: tuple(tuple(map(round, each)) for each in lists))
+    return correct_by(task, rollout, truth, _characters)
+
+
+def _characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    return tuple(map(ord, text)), tuple((start, start + 1) for start in range(len(text)))

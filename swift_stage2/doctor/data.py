@@ -111,7 +111,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
-        DatasetError, ConfigError: as ``check_rows`` does.
+        DatasetError, ConfigError, TaskError: as ``check_rows`` does.
     """
     encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
     rows, _ = prepared.row_sets

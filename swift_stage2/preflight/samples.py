@@ -22,6 +22,7 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, cut_remedy
+from swift_stage2.preflight.task_trial import task_faults, try_answers
 from swift_stage2.records import Sample, SampleKey
 
 MOST_LOOKED_AT = 64
@@ -130,14 +131,16 @@ def check_rows(
 
     Raises:
         DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+        TaskError: the task breaks on one of the rows, or on an answer to one of the samples.
     """
     origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
-    samples = usable_samples(rows, seed, encoder, task, count, usable, origins)
-    check_samples(config, encoder, task, samples, origins)
-    task = task.learn(rows, samples[0], encoder)
-    return CheckedRows(
-        samples, task, origins, measure_lengths(config, rows, measured, encoder, task, origins)
-    )
+    with task_faults(task):
+        samples = usable_samples(rows, seed, encoder, task, count, usable, origins)
+        check_samples(config, encoder, task, samples, origins)
+        task = task.learn(rows, samples[0], encoder)
+        try_answers(encoder, task, samples)
+        lengths = measure_lengths(config, rows, measured, encoder, task, origins)
+    return CheckedRows(samples, task, origins, lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class RoundSchedule:
     """When rounds are due. ``pending`` means due but not yet run, because some rank is not drained."""
 
     def __init__(
-        self, num_servers: int, sync_every_steps: int, *, backoff_steps: int = 1, max_backoff_steps: int = 64
+        self, num_servers: int, sync_every_steps: int, *, backoff_steps: int, max_backoff_steps: int
     ) -> None:
         self._sync_every_steps = sync_every_steps
         self._first_backoff_steps = backoff_steps

@@ -30,7 +30,14 @@ def test_answers_are_as_right_as_their_kind_says() -> None:
     pairs = {}
     for kind in AnswerKind:
         crowd = make_crowd(50, kind, seed=0)
-        match = match_objects([box for _, box in crowd.answer], [box for _, box in crowd.truth])
+        match = match_objects(
+            [box for _, box in crowd.answer],
+            [box for _, box in crowd.truth],
+            iou_threshold=0.3,
+            top_k=10,
+            unmatched_prediction_cost=1.0,
+            unmatched_ground_truth_cost=1.0,
+        )
         pairs[kind] = len(match.pairs)
     assert pairs[AnswerKind.JITTERED] > 35 > pairs[AnswerKind.REPEATED] >= 10 > pairs[AnswerKind.RANDOM]
 

@@ -133,7 +133,7 @@ def check_target(objects: Sequence[Object], answer_format: AnswerFormat, text: s
     parsed = parse_rollout(text, answer_format.dialect)
     assert parsed.objects == tuple(PredictedObject(label, box) for label, box in objects)
     assert not parsed.dropped
-    assert not parsed.truncated
+    assert not parsed.unclosed
 
 
 @given(STYLES, st.permutations([[A], [B, A], [("é", (1, 1, 2, 2))], []]))

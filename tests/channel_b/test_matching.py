@@ -10,13 +10,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from swift_stage2.channel_b.matching import MatchResult, iou_matrix, match_objects
 from swift_stage2.errors import MatchingError
 
 Boxes = list[list[float]]
+SETTINGS: dict[str, Any] = {
+    "iou_threshold": 0.3,
+    "top_k": 10,
+    "unmatched_prediction_cost": 1.0,
+    "unmatched_ground_truth_cost": 1.0,
+}
 SHIFTED: tuple[Boxes, Boxes] = ([[0, 0, 100, 100], [50, 0, 150, 100]], [[10, 0, 110, 100], [0, 0, 100, 100]])
+
+
+def best_match(predicted: ArrayLike, true: ArrayLike, **settings: Any) -> MatchResult:
+    """By ``SETTINGS``, but for what a test asks otherwise."""
+    return match_objects(predicted, true, **{**SETTINGS, **settings})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +100,7 @@ def test_worked_cases(
     unmatched: tuple[tuple[int, ...], tuple[int, ...]],
     gated: int,
 ) -> None:
-    match = match_objects(predicted, true, **settings)
+    match = best_match(predicted, true, **settings)
     assert match.pairs == pairs
     assert (
         unmatched_in([p for p, _ in pairs], predicted),
@@ -106,14 +118,14 @@ def unmatched_in(taken: Sequence[int], boxes: Boxes) -> tuple[int, ...]:
 def test_totals_within_the_tolerance_are_equal(shift: float, pairs: tuple[tuple[int, int], ...]) -> None:
     # The second truth is better by about the shift.
     true = [[0.0, 0.0, 1.0, 1.0 + shift], [0.0, 0.0, 1.0, 1.0]]
-    assert match_objects([[0, 0, 1, 1]], true).pairs == pairs
+    assert best_match([[0, 0, 1, 1]], true).pairs == pairs
 
 
 def test_the_tolerance_is_spent_once_over_the_whole_match() -> None:
     # Two predictions far apart could each take a truth that is worse by 6e-10, but not both.
     near = [[0.0, 0.0, 1.0, 1.0 + 6e-10], [0.0, 0.0, 1.0, 1.0]]
     far = [[x + 50 if column in (0, 2) else x for column, x in enumerate(box)] for box in near]
-    match = match_objects([[0, 0, 1, 1], [50, 0, 51, 1]], near + far)
+    match = best_match([[0, 0, 1, 1], [50, 0, 51, 1]], near + far)
     assert match.pairs == ((0, 0), (1, 3))
 
 
@@ -122,33 +134,33 @@ def test_a_pair_more_may_cost_the_tolerance() -> None:
     halves: dict[str, Any] = {"unmatched_prediction_cost": 0.5, "unmatched_ground_truth_cost": 0.5}
     for deficit, pairs in ((4e-9, ((0, 1), (1, 0))), (4e-8, ((0, 0),))):
         true = [[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 5.0 - deficit]]
-        assert match_objects([[0, 0, 10, 10], [0, 0, 10, 20]], true, **halves).pairs == pairs
+        assert best_match([[0, 0, 10, 10], [0, 0, 10, 20]], true, **halves).pairs == pairs
 
 
 def test_disallowed_pairs_are_no_candidates() -> None:
     boxes = [[0, 0, 10, 10], [90, 0, 99, 9], [0, 1, 10, 11]]
     allowed = np.array([[False, True, True]])
-    match = match_objects([[0, 0, 10, 10]], boxes, allowed=allowed)
+    match = best_match([[0, 0, 10, 10]], boxes, allowed=allowed)
     assert match.pairs == ((0, 2),)
     assert match.gated == 1
     # The best truth does not use up the only place of top_k either.
-    assert match_objects([[0, 0, 10, 10]], boxes, allowed=allowed, top_k=1).pairs == ((0, 2),)
-    assert match_objects([[0, 0, 10, 10]], boxes, allowed=np.zeros((1, 3), bool)) == MatchResult((), 0)
-    assert match_objects([], boxes, allowed=np.zeros((0, 3), bool)).pairs == ()
+    assert best_match([[0, 0, 10, 10]], boxes, allowed=allowed, top_k=1).pairs == ((0, 2),)
+    assert best_match([[0, 0, 10, 10]], boxes, allowed=np.zeros((1, 3), bool)) == MatchResult((), 0)
+    assert best_match([], boxes, allowed=np.zeros((0, 3), bool)).pairs == ()
 
 
 def test_costs_that_dwarf_the_ious_do_not_cost_precision() -> None:
     settings: dict[str, Any] = {"unmatched_prediction_cost": 1e18, "unmatched_ground_truth_cost": 1e18}
-    assert match_objects(*SHIFTED, **settings).pairs == ((0, 1), (1, 0))
+    assert best_match(*SHIFTED, **settings).pairs == ((0, 1), (1, 0))
 
 
 def test_a_lattice_of_ties_keeps_to_the_lexicographic_rule() -> None:
     # Every prediction lies half on one truth and half on the next: two perfect matchings less one.
     true = [[10.0 * n, 0.0, 10.0 * n + 10, 10.0] for n in range(200)]
     predicted = [[10.0 * n + 5, 0.0, 10.0 * n + 15, 10.0] for n in range(199)]
-    assert match_objects(predicted, true).pairs == tuple((n, n) for n in range(199))
+    assert best_match(predicted, true).pairs == tuple((n, n) for n in range(199))
     order = random.Random(5).sample(range(199), 199)
-    shuffled = match_objects([predicted[n] for n in order], true)
+    shuffled = best_match([predicted[n] for n in order], true)
     assert shuffled.pairs == tuple((index, n) for index, n in enumerate(order))
 
 
@@ -156,7 +168,7 @@ def test_500_boxes_cost_the_optimum() -> None:
     rng = np.random.default_rng(3)
     corners = rng.integers(0, 100, (2, 500, 2))
     predicted, true = np.concatenate([corners, corners + rng.integers(100, 300, (2, 500, 2))], axis=2)
-    match = match_objects(predicted, true, top_k=500)
+    match = best_match(predicted, true, top_k=500)
     ious = iou_matrix(predicted, true)
     gains = np.where(ious >= 0.3, 1.0 + ious, 0.0)
     rows, columns = linear_sum_assignment(gains, maximize=True)
@@ -191,16 +203,8 @@ def test_the_tolerance_is_spent_to_the_last_bit(seed: int) -> None:
         [[0.0, 0.0, 1.0, 1.0 + rng.randrange(8) * 1.13e-10] for _ in range(rng.randint(2, 5))]
         for _ in range(2)
     )
-    best, _ = best_of_all(
-        predicted,
-        true,
-        None,
-        iou_threshold=0.3,
-        top_k=10,
-        unmatched_prediction_cost=1.0,
-        unmatched_ground_truth_cost=1.0,
-    )
-    assert match_objects(predicted, true).pairs == best
+    best, _ = best_of_all(predicted, true, None, **SETTINGS)
+    assert best_match(predicted, true).pairs == best
 
 
 def check_against_all_matches(rng: random.Random, *counts: int) -> None:
@@ -219,7 +223,7 @@ def check_against_all_matches(rng: random.Random, *counts: int) -> None:
     }
     allowed = [[rng.random() < 0.6 for _ in true] for _ in predicted] if rng.random() < 0.3 else None
     mask = None if allowed is None else np.array(allowed, dtype=bool).reshape(len(predicted), len(true))
-    match = match_objects(predicted, true, allowed=mask, **settings)
+    match = best_match(predicted, true, allowed=mask, **settings)
     note = (predicted, true, settings, allowed)
     assert (match.pairs, match.gated) == best_of_all(predicted, true, allowed, **settings), note
 
@@ -289,4 +293,4 @@ def ordered(box: Sequence[float]) -> list[float]:
 )
 def test_boxes_that_cannot_be_matched(boxes: Any, message: str) -> None:
     with pytest.raises(MatchingError, match=message):
-        match_objects(boxes, [[0, 0, 1, 1]])
+        best_match(boxes, [[0, 0, 1, 1]])

@@ -154,7 +154,7 @@ def run(
             clock=clock,
             pacer=pacer,
             guard=guard,
-            rounds=RoundSchedule(1, 1000),
+            rounds=RoundSchedule(1, 1000, backoff_steps=1, max_backoff_steps=64),
             sync=MagicMock(**{"run.return_value": round_}),
             probe=MagicMock(**{"answering.return_value": (), "lost.return_value": ()}),
             abort=MagicMock(),

@@ -28,17 +28,17 @@ def check(
     text: str,
     objects: tuple[PredictedObject, ...],
     dropped: dict[str, int],
-    truncated: bool,
+    unclosed: bool,
     dialect: str = "object_list",
 ) -> None:
     parsed = parse_rollout(text, DIALECTS[dialect])
     assert parsed.objects == objects
     assert parsed.dropped == dropped
-    assert parsed.truncated is truncated
+    assert parsed.unclosed is unclosed
 
 
 @pytest.mark.parametrize(
-    ("text", "objects", "dropped", "truncated"),
+    ("text", "objects", "dropped", "unclosed"),
     [
         (f"[{TEXT_A}, {TEXT_B}]", (A, B), {}, False),
         (f"```json\n[\n\t{TEXT_A},\n\t{TEXT_B}\n]\n```", (A, B), {}, False),
@@ -60,9 +60,9 @@ def check(
     ],
 )
 def test_container(
-    text: str, objects: tuple[PredictedObject, ...], dropped: dict[str, int], truncated: bool
+    text: str, objects: tuple[PredictedObject, ...], dropped: dict[str, int], unclosed: bool
 ) -> None:
-    check(text, objects, dropped, truncated)
+    check(text, objects, dropped, unclosed)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "labels", "dropped", "truncated"),
+    ("body", "labels", "dropped", "unclosed"),
     [
         ("{" + entry("object_10", "x") + ", " + entry("object_2", "y") + "}", "xy", {}, False),
         ("{" + entry("object_1", "x") + ", " + entry("object_2", "y"), "xy", {}, True),
@@ -261,9 +261,9 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
         ("{" + entry("object_1", "x") + "}, " + entry("object_2", "y") + "}", "x", {}, False),
     ],
 )
-def test_object_map(body: str, labels: str, dropped: dict[str, int], truncated: bool) -> None:
+def test_object_map(body: str, labels: str, dropped: dict[str, int], unclosed: bool) -> None:
     objects = tuple(PredictedObject(label, (1, 2, 3, 4)) for label in labels)
-    check(body, objects, dropped, truncated, "object_map")
+    check(body, objects, dropped, unclosed, "object_map")
 
 
 def test_a_brace_in_a_description_closes_nothing() -> None:
@@ -306,7 +306,7 @@ def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], DIALECTS[dialect])
     assert cut.objects == expected[: len(cut.objects)]
     assert not cut.dropped
-    assert cut.truncated
+    assert cut.unclosed
 
 
 @given(
@@ -321,7 +321,7 @@ def test_elements_do_not_influence_each_other(elements: list[str]) -> None:
     assert whole.objects == tuple(found for one in alone for found in one.objects)
     assert sum(whole.dropped.values()) == sum(sum(one.dropped.values()) for one in alone)
     assert len(whole.objects) + sum(whole.dropped.values()) == len(elements)
-    assert not whole.truncated
+    assert not whole.unclosed
 
 
 PIECES = st.sampled_from(

@@ -48,7 +48,14 @@ def test_order(pairs: tuple[tuple[int, int], ...], num_ground_truth: int, expect
 
 def test_order_follows_a_real_match() -> None:
     boxes = [[0, 0, 10, 10], [20, 20, 30, 30], [50, 50, 60, 60]]
-    match = match_objects([boxes[2], [90, 90, 99, 99], boxes[0]], boxes)
+    match = match_objects(
+        [boxes[2], [90, 90, 99, 99], boxes[0]],
+        boxes,
+        iou_threshold=0.3,
+        top_k=10,
+        unmatched_prediction_cost=1.0,
+        unmatched_ground_truth_cost=1.0,
+    )
     assert order_ground_truth(match.pairs, 3) == (2, 0, 1)
 
 
@@ -133,7 +140,7 @@ def test_the_parser_reads_back_what_is_written(
     parsed = parse_rollout(target.text, dialect)
     assert parsed.objects == tuple(PredictedObject(label.strip(), box) for label, box, _ in rows)  # type: ignore[arg-type]
     assert not parsed.dropped
-    assert not parsed.truncated
+    assert not parsed.unclosed
     check_partition(target)
     for matched in (True, False):
         count = sum(1 for row in rows if row[2] is matched)

@@ -17,7 +17,9 @@ import torch
 from doctor_run import Report
 from live_server import free_port
 
+from swift_stage2.channel_b.task import TASKS
 from swift_stage2.config import load_config
+from swift_stage2.demo.demo_config import TEMPLATE_FILE
 from swift_stage2.doctor import command, data
 from swift_stage2.errors import ConfigError
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
@@ -296,6 +298,37 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     assert fix in row["fix"] or fix in row["found"]
     assert report.status == 1
     assert report.row("packing_length")["verdict"] == "not checked"
+
+
+BREAKING = """
+from swift_stage2 import register_task
+from swift_stage2.channel_b.detection import DetectionTask
+
+@register_task("breaking")
+class BreakingTask(DetectionTask):
+    def correct(self, rollout, truth, tokenise):
+        rollout.text and int(rollout.text)
+        return super().correct(rollout, truth, tokenise)
+"""
+
+
+def test_a_task_that_breaks_on_an_answer_is_told_with_its_line(
+    configure: Configure, doctor: Doctor, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "breaking.py"
+    plugin.write_text(BREAKING, encoding="utf-8")
+    config = configure(
+        DEAD, stage2_ab__task="breaking", swift__external_plugins=[str(TEMPLATE_FILE), str(plugin)]
+    )
+    try:
+        row = doctor(config).row("samples")
+    finally:
+        TASKS.pop("breaking", None)
+    assert row["verdict"] == "failed"
+    assert row["found"].startswith("task breaking must work on every row and answer")
+    assert "ValueError: invalid literal for int()" in row["found"]
+    assert row["found"].endswith(f"({plugin}:8)")
+    assert row["fix"] == "mend the task"
 
 
 def test_accumulation_that_is_not_written_is_told_with_swifts_value(

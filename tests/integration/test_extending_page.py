@@ -164,6 +164,19 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
         assert pack.num_supervised_tokens == len(right.target.token_ids) + len(encoder.closing_token_ids)
 
 
+def test_a_task_is_tried_without_a_model(files: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "try_counting.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=files,
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == BLOCKS["try_counting.py"]["code"].strip().rpartition("# ")[2]
+
+
 def test_a_task_that_nobody_registered_is_one_line_with_the_nearest(load: Any, tmp_path: Path) -> None:
     load("counting.py")
     settings = {"swift": SETTINGS[1]["swift"], "stage2_ab": {"task": "count"}}

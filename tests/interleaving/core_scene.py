@@ -369,7 +369,7 @@ class CoreScene:
         queue = parts.queue(setting.queue_limit, setting.version_window, pipeline.on_drop)
         pipeline.queue = queue
         self.ledger.watch_queue(rank, queue)
-        rounds = RoundSchedule(1, setting.sync_every_steps)
+        rounds = RoundSchedule(1, setting.sync_every_steps, backoff_steps=1, max_backoff_steps=64)
         parts_of_b: dict[str, Any] = {
             "client": client,
             "pipeline": pipeline,

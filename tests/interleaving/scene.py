@@ -444,7 +444,7 @@ class Scene:
             timeout_s=SYNC_TIMEOUT_S,
             bucket_mib=_BUCKET_MIB,  # type: ignore[arg-type]
         )
-        rounds = RoundSchedule(len(urls), setting.sync_every_steps)
+        rounds = RoundSchedule(len(urls), setting.sync_every_steps, backoff_steps=1, max_backoff_steps=64)
         sync.scene, sync.rounds = self, rounds
         b = ChannelB(
             source=source,

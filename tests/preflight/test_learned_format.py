@@ -291,4 +291,4 @@ def test_the_parser_takes_both_key_orders_and_the_empty_answer() -> None:
         assert len(parse_rollout(text).objects) == 1
     for text, dialect in (("[]", "object_list"), ("```json\n[]\n```", "object_list"), ("{}", "object_map")):
         parsed = parse_rollout(text, DIALECTS[dialect])
-        assert (parsed.objects, dict(parsed.dropped), parsed.truncated) == ((), {}, False)
+        assert (parsed.objects, dict(parsed.dropped), parsed.unclosed) == ((), {}, False)

@@ -139,7 +139,7 @@ class Run(RuleBasedStateMachine):
     def begin(self, every: int, delay: int, cadence: int, last: int) -> None:
         self.every, self.delay, self.cadence, self.last = every, delay, cadence, last
         self.schedule = make(every, delay, last)
-        self.rounds = RoundSchedule(1, cadence)
+        self.rounds = RoundSchedule(1, cadence, backoff_steps=1, max_backoff_steps=64)
         self.rounds.is_due(0)
         self.rounds.finish(0, proven=[0], failed=[])
         self.step, self.version = 0, 1

@@ -24,16 +24,20 @@ def _observe(
     )
 
 
+def _new(num_servers: int, every: int, **settings: int) -> RoundSchedule:
+    return RoundSchedule(num_servers, every, **{"backoff_steps": 1, "max_backoff_steps": 64, **settings})
+
+
 def _begun(num_servers: int = 2, *, every: int = 4, **settings: int) -> RoundSchedule:
     """A schedule whose first round has proven every server at step 0."""
-    schedule = RoundSchedule(num_servers, every, **settings)
+    schedule = _new(num_servers, every, **settings)
     assert schedule.is_due(0)
     schedule.finish(0, proven=range(num_servers), failed=())
     return schedule
 
 
 def test_the_first_round_is_due_before_the_first_step_and_asks_every_server() -> None:
-    schedule = RoundSchedule(3, 4)
+    schedule = _new(3, 4)
     assert (schedule.pending, schedule.last_commit_step) == (False, None)
     assert schedule.is_due(0)
     assert schedule.targets(0) == (0, 1, 2)
@@ -42,7 +46,7 @@ def test_the_first_round_is_due_before_the_first_step_and_asks_every_server() ->
 
 
 def test_the_first_round_after_a_resume_is_due_at_the_step_it_resumes_at() -> None:
-    schedule = RoundSchedule(1, 4)
+    schedule = _new(1, 4)
     assert schedule.is_due(1234)
     schedule.finish(1234, proven=[0], failed=())
     assert [step for step in range(1235, 1240) if schedule.is_due(step)] == [1238, 1239]
@@ -69,7 +73,7 @@ def test_a_round_stays_pending_until_it_ended_and_counts_from_its_commit() -> No
 
 
 def test_a_server_that_fails_a_round_leaves_the_set_and_does_not_delay_the_rest() -> None:
-    schedule = RoundSchedule(2, 4)
+    schedule = _new(2, 4)
     schedule.is_due(0)
     schedule.finish(0, proven=[0], failed=[1])
     assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
@@ -157,7 +161,7 @@ def test_a_suspicion_takes_back_that_the_server_answered() -> None:
 
 def test_facts_must_cover_every_server() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        RoundSchedule(3, 4).observe(0, suspect=NONE, answers_again=(False,) * 3)
+        _new(3, 4).observe(0, suspect=NONE, answers_again=(False,) * 3)
 
 
 NUM_SERVERS = 3
