@@ -24,15 +24,20 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     done = _run(tmp_path, *([which] if which else []), "-k", "x")
     cannot_run = [] if has_namespaces else ["namespaces"]
     cannot_run += [] if has_browser or which == "--vllm" else ["browser"]
-    left_out = [f"not {name}" for name in [*cannot_run, *([] if which else ["slow"])]]
-    rest = [*(["-m " + " and ".join(left_out)] if left_out else []), "-k x"]
-    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
-    fast = " ".join([f"-m pytest -q {two_at_once} --ignore tests/vllm", *rest])
-    without_vllm = ["setup ", "setup --browser", fast]
-    on_vllm = ["setup --vllm-cpu", " ".join(["-m pytest -q tests/vllm", *rest])]
+    left_out = [f"not {name}" for name in cannot_run]
+
+    def asks(first: str, *selected: str) -> str:
+        return " ".join(
+            ["-m pytest -q", first, *(["-m " + " and ".join(selected)] if selected else []), "-k x"]
+        )
+
+    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/vllm"
+    fast = ["setup ", "setup --browser", asks(two_at_once, *left_out, "not slow")]
+    slow = [asks("--ignore tests/vllm", "slow", *left_out)]
+    on_vllm = ["setup --vllm-cpu", asks("tests/vllm", *left_out)]
     expected = {
-        "": without_vllm,
-        "--all": without_vllm + (on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
+        "": fast,
+        "--all": fast + (slow + on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
         "--vllm": on_vllm,
     }
     assert (tmp_path / "asked").read_text().splitlines() == expected[which]
@@ -58,6 +63,14 @@ def test_pytests_arguments_reach_it_wherever_they_stand(tmp_path: Path) -> None:
     words = ["tests/fence", "-k", "a name", "--assert=plain", "-vv", "-n", "0", "--version"]
     assert _run(tmp_path, *words, "--vllm").returncode == 0
     assert (tmp_path / "asked").read_text().splitlines()[-1].endswith(" ".join(["tests/vllm", *words]))
+
+
+def test_asking_for_tests_of_one_kind_only_is_no_failure_of_all(tmp_path: Path) -> None:
+    _write_stand_ins(tmp_path, status=5)
+    assert _run(tmp_path, "--all", "tests/fence").returncode == 5, "none is left for vLLM either"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line for line in asked if "pytest" in line][-1].startswith("-m pytest -q tests/vllm")
+    assert _run(tmp_path, "--all").returncode == 5, "nothing was collected at all"
 
 
 def _write_stand_ins(
