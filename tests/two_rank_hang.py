@@ -17,7 +17,7 @@ import torch.distributed as dist
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCanary
 
 from swift_stage2.collectives import join_control_group
-from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
 from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weights import push as server_push
@@ -39,6 +39,8 @@ class StockSession(server_push.ServerSession):
         return {"message": "status: True"}
 
     def get(self, path: str, deadline: Any, **_: Any) -> Any:
+        if path == rollout_protocol.WEIGHT_SUMS:
+            raise ServerFault("no such route", status=404)
         return {"keys": []}
 
 

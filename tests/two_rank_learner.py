@@ -20,7 +20,7 @@ from detection_task import make_task
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
-from swift_stage2.errors import ConfigError, Stage2Error
+from swift_stage2.errors import ConfigError, ServerFault, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -334,6 +334,8 @@ def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
             return rollout_protocol.ServerInfo(stock=True)
 
         def get(self, path: str, deadline: Any) -> Any:
+            if path == rollout_protocol.WEIGHT_SUMS:
+                raise ServerFault("no such route", status=404)
             return {"keys": [], "world_size": 1}
 
         def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:

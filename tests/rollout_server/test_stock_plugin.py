@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -209,9 +211,16 @@ class Client:
         self.worker.record.take_adapter(lora_params)
 
 
-def guarded(monkeypatch: pytest.MonkeyPatch, mode: str | None = None) -> type[Client]:
-    from swift_stage2.stock_proof import sums_client
+def client_hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plugin's module for clients; ms-swift's own, which need vLLM's packages, are met in tests/vllm."""
+    ms_swifts = {"vllm_client": {"VLLMClient": Client}, "utils": {"FlattenedTensorBucket": object}}
+    for name, holds in ms_swifts.items():
+        monkeypatch.setitem(sys.modules, f"swift.rlhf_trainers.{name}", SimpleNamespace(**holds))  # type: ignore[arg-type]
+    return importlib.import_module("swift_stage2.stock_proof.sums_client")
 
+
+def guarded(monkeypatch: pytest.MonkeyPatch, mode: str | None = None) -> type[Client]:
+    sums_client = client_hooks(monkeypatch)
     guarded_class = type("Guarded", (Client,), {})
     monkeypatch.setattr(sums_client, "VLLMClient", guarded_class)
     if mode is not None:
@@ -227,8 +236,7 @@ def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    from swift_stage2.stock_proof import sums_client
-
+    sums_client = client_hooks(monkeypatch)
     told: list[str] = []
     monkeypatch.setattr(sums_client.logger, "info", told.append)
     worker, weights = Worker(), make_weights()
