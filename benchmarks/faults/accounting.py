@@ -43,7 +43,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCount:
-    """How samples ended, as ledgers prove it."""
+    """Counts samples by the end that the ledgers prove."""
 
     drawn: int = 0
     trained: int = 0

@@ -92,7 +92,7 @@ def is_here(host: str) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether this user could listen there now."""
+    """Whether this user can bind a listening socket to the port now."""
     try:
         refuse_busy(host, port, "")
     except ConfigError:

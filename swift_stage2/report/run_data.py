@@ -88,7 +88,7 @@ class RunData:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Whatever audit and checkpoints tell and the ledgers lack, a sentence each."""
+        """Tells, a sentence each, what the audit and checkpoints record and the ledgers lack."""
         audits = {records.rank: records for records in self.ranks}
         found: list[str] = []
         for rank in sorted({*audits, *self.checkpoints}):

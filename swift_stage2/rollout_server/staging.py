@@ -50,7 +50,7 @@ class StagingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """Where the tensors lie."""
+    """Names the memory file and the place of every tensor in it."""
 
     path: str
     num_bytes: int

@@ -36,7 +36,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
-    """Where a part of one tensor was copied to; keeps neither the tensor nor the memory alive."""
+    """Notes the place that a part of one tensor was copied to; keeps neither tensor nor memory alive."""
 
     name: str
     offset: int
@@ -112,7 +112,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (source.data_ptr() - self._weights[name].data_ptr()) // source.element_size()
 
     def _is_whole(self, name: str, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether the bytes of this copy are the given tensor's own, in their order."""
+        """Whether this copy took all bytes of the given tensor, in the same order and dtype."""
         given = self._weights[name]
         return (
             source.shape == target.shape

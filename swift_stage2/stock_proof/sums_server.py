@@ -5,6 +5,7 @@ Registered in the server's process, before its app is built, and in every proces
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any
 
@@ -17,6 +18,7 @@ from swift_stage2.stock_proof.load_record import combine
 WORKER_EXTENSION = "swift_stage2.stock_proof.sums_worker.WeightSumsExtension"
 _WORKER_METHOD = "stage2_weight_sums"
 _ENGINE_METHOD = "stage2_ask_workers"
+_ANSWER_S = 240.0
 
 
 def register_server(program: Any) -> None:
@@ -79,7 +81,13 @@ def _add_route(server: Any) -> None:
         # On the event loop, as ms-swift asks its engines: nobody else may read an answer from these pipes meanwhile.
         for connection in server.connections:
             connection.send({"type": "call", "method": _ENGINE_METHOD, "args": (question,)})
-        answers = [connection.recv() for connection in server.connections]  # deadline: its caller's
+        end = time.monotonic() + _ANSWER_S
+        answers = []
+        for connection in server.connections:
+            if not connection.poll(max(0.0, end - time.monotonic())):
+                # Its late answer would pass for one to ms-swift's next call.
+                return JSONResponse({"detail": "an engine does not answer; start the server again"}, 503)
+            answers.append(connection.recv())  # deadline: something is there
         engines = [engine for answer in answers for engine in answer or [None]]
         num_workers = server.args.vllm_tensor_parallel_size * server.args.vllm_data_parallel_size
         return JSONResponse(combine(incarnation, question, engines, num_workers).to_json())

@@ -40,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """Where one rank's thread spent its time. ``seconds`` add up to ``wall_s``."""
+    """Seconds that one rank's thread spent in each activity. ``seconds`` add up to ``wall_s``."""
 
     rank: int
     seconds: Mapping[str, float]

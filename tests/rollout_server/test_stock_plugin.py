@@ -41,8 +41,17 @@ class Pipe:
         except RuntimeError:
             self._replies.append(None)
 
+    def poll(self, timeout: float) -> bool:
+        return bool(self._replies)
+
     def recv(self) -> Any:
         return self._replies.pop(0)
+
+
+class StuckPipe(Pipe):
+    """Its engine takes the call and never answers."""
+
+    def send(self, command: dict[str, Any]) -> None: ...
 
 
 def make_program() -> Any:
@@ -113,6 +122,19 @@ def test_an_engine_whose_worker_has_died_is_told_as_an_error() -> None:
     with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
         told = protocol.WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
     assert told.errors == ("1 of 2 workers answered; the server's log says why",)
+
+
+def test_an_engine_that_never_answers_ends_the_call_by_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_stage2.stock_proof.sums_server._ANSWER_S", 0.1)
+    program = make_program()
+    register_server(program)
+    pipes = [Pipe(make_engine(program, Worker())), StuckPipe(None)]
+    with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
+        reply = http.post(protocol.WEIGHT_SUMS)
+    assert (reply.status_code, reply.json()["detail"]) == (
+        503,
+        "an engine does not answer; start the server again",
+    )
 
 
 @pytest.mark.parametrize("name", ["GRPOVllmEngine", "SwiftRolloutDeploy"])

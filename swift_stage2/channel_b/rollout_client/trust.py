@@ -28,7 +28,7 @@ class ServerTrust:
         self._incarnation: str | None = None
         self._is_news = False
         self.is_proven = False
-        """Whether a round proved its weights and nothing has spoken against it since."""
+        """Whether a round has proven the server's weights and no fault was found since."""
         self.suspicion: str | None = None
         """Why the server is suspect; None if it is not."""
         self.settle_by: float | None = None
