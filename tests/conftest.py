@@ -6,6 +6,7 @@ Fixtures import their modules on first use: tests of the pure parts load no torc
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -66,6 +67,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for line, number in _left_out.items():
         if number:
             terminalreporter.write_line(f"left out: {number} {line}")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """pytest's own, which also hears ms-swift and us after a command in this process has quietened them."""
+    for logger in map(logging.getLogger, ("swift", "swift_stage2")):
+        monkeypatch.setattr(logger, "propagate", True)
+        if logger.level > logging.WARNING:
+            caplog.set_level(logging.NOTSET, logger=logger.name)
+    return caplog
 
 
 @pytest.fixture(scope="session", autouse=True)

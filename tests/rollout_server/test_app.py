@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -69,7 +68,6 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
 def test_a_listener_that_others_reach_without_a_key_is_warned_about(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("swift_stage2"), "propagate", True)
     for host, key, warned in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
         caplog.clear()
         warn_when_open(host, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ def train_until_load(
         )
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(swift_parsing, "parse_swift_arguments", load)
-        monkeypatch.setattr(logging.getLogger("swift_stage2"), "propagate", True)
         caplog.clear()
         with pytest.raises(_AboutToLoad):
             sft.train(load_config(file))
