@@ -42,7 +42,7 @@ _TIMEOUT_S = 240.0
 _MIB = 1 << 20
 _CANARY_TOKENS = 4
 _PHASES = (
-    "canary", "export", "begin", "connect", "wait", "pack", "push", "acknowledge", "prove", "total",
+    "canary", "snapshot", "begin", "connect", "pack", "push", "acknowledge", "prove", "total",
 )  # fmt: skip
 _FLOAT32 = 4
 # Feed-forward width is what grows: matrices of a usual shape, and generation that stays quick.
@@ -229,7 +229,7 @@ def _phases(outcome: RoundOutcome) -> dict[str, float]:
     report = outcome.reports.get(0)
     if report is None or not report.proven:
         raise ChildFailed(f"a round must be proven to be measured, got {report.error if report else outcome}")
-    apart = {"canary": outcome.canary_seconds, "export": outcome.export_seconds, "total": outcome.seconds}
+    apart = {"canary": outcome.canary_seconds, "snapshot": outcome.snapshot_seconds, "total": outcome.seconds}
     return {**report.seconds, **apart}
 
 

@@ -117,6 +117,7 @@ class Learner:
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
         self._pending_since: float | None = None  # moment at which the pending round fell due
+        self._pending_seconds = 0.0  # of the round in transfer
 
     def start(self) -> None:
         """Starts the background threads. The fence stays closed until the first round has proven a server."""
@@ -130,7 +131,7 @@ class Learner:
         self._stop_requested = True
 
     def begin_step(self, step: int, num_packs: int) -> StepDecision:
-        """Runs a due round, then agrees with all ranks on this step's channel.
+        """Begins a due round, agrees with all ranks on this step's channel, and finishes a round that has ended.
 
         ``num_packs`` is the number of micro_steps of the window, the same on all ranks.
 
@@ -144,15 +145,21 @@ class Learner:
         for failure in self._failures.take():
             self._events.record_warning(failure)
         if self._b is not None:
-            self._run_round_if_due(self._b, step)
+            self._begin_round_if_due(self._b, step)
         started = time.perf_counter()
         wants_b = self._b is not None and wants_channel_b(step, self._b_ratio)
         reservation = self._reserve(num_packs) if wants_b else None
         outcome = self._agree(reservation)
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
+        facts = self._step_record(step, plan, packs)
+        seconds = time.perf_counter() - started
+        if self._b is not None:
+            self._take_in_suspects(self._b, step, outcome.servers_suspect, outcome.servers_answer_again)
+            if outcome.round_ended:  # after this step's packs were taken, so that none ages between the two
+                self._finish_round(self._b, step)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
-        self._record(step, plan, packs, time.perf_counter() - started)
+        self._events.record_step(replace(facts, plan_seconds=seconds))
         self._raise_failures(outcome)
         self._watch_starvation(plan)
         return StepDecision(plan, packs, outcome.stop_requested)
@@ -191,7 +198,7 @@ class Learner:
         b.abort.stop()
         b.sync.close()
 
-    def _run_round_if_due(self, b: ChannelB, step: int) -> None:
+    def _begin_round_if_due(self, b: ChannelB, step: int) -> None:
         if b.evaluation is not None and b.rounds.falls_due(step) and b.evaluation.holds_round(step):
             return
         if not b.rounds.is_due(step):
@@ -211,13 +218,23 @@ class Learner:
             b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
             return  # stays pending; training goes on
         targets = b.rounds.targets(step)
+        b.rounds.begin(step)
         if not targets:
             b.rounds.finish(step, proven=(), failed=())
             self._pending_since = None
             return
-        began = time.monotonic()
-        with self._events.activity("syncing"), b.probe.paused():
-            outcome = b.sync.run(b.clock.current + 1, targets)
+        self._pending_seconds = time.monotonic() - self._pending_since
+        self._pending_since = None
+        b.probe.pause()
+        with self._events.activity("syncing"):
+            b.sync.begin(b.clock.current + 1, targets)
+        if b.rounds.is_first:
+            self._finish_round(b, step)
+
+    def _finish_round(self, b: ChannelB, step: int) -> None:
+        with self._events.activity("syncing"):
+            outcome = b.sync.finish()
+        b.probe.go_on()
         if outcome.proven:
             b.clock.advance()
         b.rounds.finish(step, proven=outcome.proven, failed=outcome.failed)
@@ -226,8 +243,7 @@ class Learner:
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if b.rounds.proven:
             b.fence.reopen(b.clock.current)
-        self._events.record_round(step, outcome, began - (self._pending_since or began))
-        self._pending_since = None
+        self._events.record_round(step, outcome, self._pending_seconds)
 
     def _take_in_suspects(
         self, b: ChannelB, step: int, suspect: Sequence[bool], answers_again: Sequence[bool]
@@ -263,6 +279,7 @@ class Learner:
                 pipeline_failed=b.pipeline.failure is not None,
                 truncation_guard=b.guard.paused,
                 evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
+                round_ended=b.sync.has_ended,
                 pace=b.pipeline.production_pace,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(
@@ -298,14 +315,14 @@ class Learner:
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
-        self._take_in_suspects(b, step, outcome.servers_suspect, outcome.servers_answer_again)
+        round_pending = b.rounds.pending or b.rounds.in_transfer
         if b.evaluation is not None:
             b.evaluation.observe(
                 step,
                 outcome,
                 version=b.clock.current,
                 has_server=bool(b.rounds.proven),
-                pending=b.rounds.pending,
+                pending=round_pending,
             )
         b.pipeline.observe(
             StepView(
@@ -313,7 +330,7 @@ class Learner:
                 started_s=time.monotonic(),
                 step_seconds=self._step_seconds,
                 last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
-                round_pending=b.rounds.pending,
+                round_pending=round_pending,
                 slowest_pace=outcome.slowest_pace,
                 missed_in_a_row=self._missed_in_a_row,
                 max_prompts=self._max_prompts(b),
@@ -327,21 +344,19 @@ class Learner:
             return 0
         return max_prompts_in_flight(b.max_inflight_per_server, num_proven, self._control.world_size)
 
-    def _record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...], seconds: float) -> None:
+    def _step_record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...]) -> StepRecord:
         b = self._b
         version = b.clock.current if b else 0
-        self._events.record_step(
-            StepRecord(
-                step=step,
-                plan=plan,
-                version=version,
-                version_lag=max((version - pack.version for pack in packs), default=None),
-                queue_depth=b.queue.statistics().depth if b else 0,
-                infer_in_flight=b.fence.in_flight if b else 0,
-                round_pending=b.rounds.pending if b else False,
-                plan_seconds=seconds,
-                packs=packs,
-            )
+        return StepRecord(
+            step=step,
+            plan=plan,
+            version=version,
+            version_lag=max((version - pack.version for pack in packs), default=None),
+            queue_depth=b.queue.statistics().depth if b else 0,
+            infer_in_flight=b.fence.in_flight if b else 0,
+            round_pending=b.rounds.pending if b else False,
+            round_in_transfer=b.rounds.in_transfer if b else False,
+            packs=packs,
         )
 
     def _raise_failures(self, outcome: GateOutcome) -> None:

@@ -251,17 +251,18 @@ class StepRecord:
     version_lag: int | None  # of the oldest pack trained; None on channel A
     queue_depth: int
     infer_in_flight: int
-    round_pending: bool
-    plan_seconds: float
+    round_pending: bool  # due, or waiting for the drain
     packs: tuple[Pack, ...]
+    round_in_transfer: bool = False
+    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """How one server fared in one round.
 
-    ``seconds`` by phase: begin, connect, push, acknowledge, prove; apart from these, during the push: wait
-    (for the learner's next bucket) and pack (cast, checksums, one flat tensor).
+    ``seconds`` by phase: begin, connect, push, acknowledge, prove; apart from these, during the push: pack
+    (checksums, and a cast where the server has other dtypes).
     """
 
     proven: bool
@@ -283,7 +284,7 @@ class RoundOutcome:
     hung: str | None = None
     seconds: float = 0.0
     canary_seconds: float = 0.0
-    export_seconds: float = 0.0  # reading, merging and gathering weights; once for all servers
+    snapshot_seconds: float = 0.0  # gathering, merging and copying the weights; once for all servers
 
     @property
     def proven(self) -> tuple[int, ...]:

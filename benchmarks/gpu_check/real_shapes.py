@@ -27,7 +27,8 @@ from benchmarks.tiny_model import (
     save_model,
 )
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.tensors import WeightBucket
+from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.tensors import CastMemory
 
 _ROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
 _VISION = {
@@ -204,10 +205,11 @@ def round_memory(context: Context) -> None:
     for shape in sizes:
         model = make_model(shape, context)
         _measure(context, f"{shape.name}_full", WeightExport(model))
+        adapted = WeightExport(_with_lora(model))
         if shape is sizes[0]:
-            _starve(context, WeightExport(model))
-        _measure(context, f"{shape.name}_lora", WeightExport(_with_lora(model)))
-        del model
+            _starve(context, adapted)
+        _measure(context, f"{shape.name}_lora", adapted)
+        del model, adapted
         free_memory(context.device)
 
 
@@ -226,35 +228,45 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     note, device = context.note, context.device
     free_memory(device)
     resting_gib = peak_gib(device)
-    read_s = pack_s = 0.0
-    num_bytes = 0
-    for names in export.plan(_BUCKET_BYTES):
-        tensors, seconds = timed(device, lambda names=names: export.read(names))  # type: ignore[misc]
-        read_s += seconds
-        packed, seconds = timed(device, lambda tensors=tensors: WeightBucket(tensors).pack({}))  # type: ignore[misc]
-        pack_s += seconds
-        num_bytes += packed.flat.numel()
-        del tensors, packed
-    note(f"{name}_gib", num_bytes / _GIB)
-    note(f"{name}_read_s", read_s)
-    note(f"{name}_pack_and_sum_s", pack_s)
+    snapshot, reserve_s = timed(device, lambda: Snapshot(export.manifest(), pinned=export.on_gpu))
+    _copy(export, snapshot)
+    _, copy_s = timed(device, lambda: _copy(export, snapshot))
+    _, sum_s = timed(device, lambda: _sums(snapshot))
+    note(f"{name}_gib", snapshot.num_bytes / _GIB)
+    note(f"{name}_reserve_s", reserve_s)
+    note(f"{name}_snapshot_s", copy_s)
+    note(f"{name}_sum_s", sum_s)
     note(f"{name}_peak_over_weights_gib", peak_gib(device) - resting_gib)
 
 
+def _copy(export: WeightExport, snapshot: Snapshot) -> None:
+    for names in export.plan(_BUCKET_BYTES):
+        snapshot.put(export.read(names))
+
+
+def _sums(snapshot: Snapshot) -> dict[str, str]:
+    sums: dict[str, str] = {}
+    for bucket in snapshot.buckets(_BUCKET_BYTES):
+        sums |= bucket.pack({}, CastMemory()).checksums
+    return sums
+
+
 def _starve(context: Context, export: WeightExport) -> None:
-    """A bucket is packed, packed again without memory, and packed a third time."""
-    bucket = max(export.plan(_BUCKET_BYTES), key=lambda names: len(names))
-    before = WeightBucket(export.read(bucket)).pack({}).checksums
+    """Weights that must be merged are copied, copied again without memory, and copied a third time."""
+    snapshot = Snapshot(export.manifest(), pinned=export.on_gpu)
+    _copy(export, snapshot)
+    before = _sums(snapshot)
     free_memory(context.device)
     try:
         with _starved_of_memory(context.device):
-            WeightBucket(export.read(bucket)).pack({})
+            _copy(export, snapshot)
     except RuntimeError as error:  # torch's own class for a GPU without memory is one of them
         context.note("without_memory", f"{type(error).__name__}, the round fails")
     else:
-        raise CheckFailed("a pack without memory must fail, and it did not")
+        raise CheckFailed("a merge without memory must fail, and it did not")
     free_memory(context.device)
-    if WeightBucket(export.read(bucket)).pack({}).checksums != before:
+    _copy(export, snapshot)
+    if _sums(snapshot) != before:
         raise CheckFailed("weights must be the same after a round that got no memory, they are not")
 
 

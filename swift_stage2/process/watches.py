@@ -102,7 +102,7 @@ class ProgressWatch:
 
 
 class RoundWatch:
-    """Counts from ``begin`` to the next one, or to the end of the context, in which it must be called.
+    """Counts from ``begin`` to the next one, or to the end of a context of it.
 
     What is counted are waits of its own: a process that was stopped meanwhile has not spent its time. ``on_hang``
     gets what did not end, and returns what else is known of it; ``leave`` ends the process.
@@ -125,15 +125,17 @@ class RoundWatch:
     ) -> None:
         self._ended.set()
 
-    def begin(self, what: str) -> None:
-        """``what`` has the whole limit from now on; what was watched before has ended."""
+    def begin(self, what: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        """``what`` has the whole limit from now on, or until it ``is_over``; what was watched before has ended."""
         self._ended.set()
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, args=(what, self._ended), name="round-watch", daemon=True).start()
+        ended = self._ended = threading.Event()
+        threading.Thread(
+            target=self._run, args=(what, ended, is_over), name="round-watch", daemon=True
+        ).start()
 
-    def _run(self, what: str, ended: threading.Event) -> None:
+    def _run(self, what: str, ended: threading.Event, is_over: Callable[[], bool]) -> None:
         for _ in range(self._num_ticks):
-            if ended.wait(_TICK_S):
+            if ended.wait(_TICK_S) or is_over():
                 return
         BackgroundCall(lambda: self._tell(what), "the last words of a round that hangs").ended_within(
             _LAST_WORDS_S

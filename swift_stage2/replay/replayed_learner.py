@@ -111,8 +111,8 @@ class ReplayedLearner:
                 queue_depth=0,
                 infer_in_flight=0,
                 round_pending=False,
-                plan_seconds=time.perf_counter() - started,
                 packs=packs,
+                plan_seconds=time.perf_counter() - started,
             )
         )
         (stop,) = self._control.reduce_max([self._stop_requested])

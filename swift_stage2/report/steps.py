@@ -292,7 +292,7 @@ def _phases(record: Record) -> dict[str, float]:
     spent = {
         "whole round": record["seconds"],
         "canary": record["canary_seconds"],
-        "export": record["export_seconds"],
+        "snapshot": record["snapshot_seconds"],
     }
     of_servers: dict[str, float] = {}
     for server in record["servers"].values():

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
-_FLAGS = ("not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted")
+_FLAGS = (
+    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "round_ended",
+)  # fmt: skip
 _NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
 
@@ -29,6 +31,8 @@ class RankFacts:
     truncation_guard: bool = False
     """This rank's `TruncationGuard` pauses channel B."""
     evaluation_wanted: bool = False
+    round_ended: bool = False
+    """Rank 0's: every push of the round in transfer has ended, or its time has."""
     pace: ProductionPace | None = None
     """Of this rank's productions; the slowest rank paces all."""
     servers_suspect: tuple[bool, ...] = ()

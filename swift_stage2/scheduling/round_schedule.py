@@ -19,7 +19,11 @@ class ServerState(StrEnum):
 
 
 class RoundSchedule:
-    """When rounds are due. ``pending`` means due but not yet run, because some rank is not drained."""
+    """When rounds are due, and whether one runs.
+
+    ``pending`` means due but not yet begun, because some rank is not drained; ``in_transfer``, begun and not yet
+    finished, while training goes on.
+    """
 
     def __init__(
         self, num_servers: int, sync_every_steps: int, *, backoff_steps: int, max_backoff_steps: int
@@ -31,8 +35,11 @@ class RoundSchedule:
         self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
+        self._begun_step: int | None = None
+        self._has_finished_one = False
         self.pending = False
         self.last_commit_step: int | None = None
+        """The step whose weights the newest proven round carried."""
 
     @property
     def proven(self) -> tuple[int, ...]:
@@ -43,6 +50,16 @@ class RoundSchedule:
     def suspects(self) -> tuple[int, ...]:
         """Servers that failed and wait for a round to prove them again."""
         return self._in_state(ServerState.SUSPECT)
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether a round has begun and not finished."""
+        return self._begun_step is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no round has finished yet: training waits for the first one."""
+        return not self._has_finished_one
 
     def states(self) -> tuple[ServerState, ...]:
         """The state of every server, in the order of the configuration."""
@@ -57,13 +74,15 @@ class RoundSchedule:
                 self._answers_again[server] = True
 
     def is_due(self, step: int) -> bool:
-        """Whether a round should run at the start of ``step``; once due it stays pending until it ended."""
+        """Whether a round should begin at the start of ``step``; once due it stays pending until it begins."""
         if not self.pending:
             self.pending = self.falls_due(step)
         return self.pending
 
     def falls_due(self, step: int) -> bool:
-        """Whether ``is_due`` would say so at ``step``; nothing becomes pending by it."""
+        """Whether ``is_due`` would say so at ``step``; nothing becomes pending by it, and nothing during a round."""
+        if self.in_transfer:
+            return False
         if any(self._may_retry(server, step) for server in self.suspects):
             return True
         if ServerState.UNPROVEN in self._states:
@@ -80,8 +99,14 @@ class RoundSchedule:
             if state is not ServerState.SUSPECT or self._may_retry(server, step)
         )
 
+    def begin(self, step: int) -> None:
+        """A round with the weights of ``step`` begins; ``step`` itself has not trained."""
+        self.pending, self._begun_step = False, step
+
     def finish(self, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
         """Ends a round. With nothing proven nothing is pending: only ``answers again`` makes a retry due."""
+        begun_step, self._begun_step = self._begun_step, None
+        self._has_finished_one = True
         proven = tuple(proven)
         for server in proven:
             self._states[server] = ServerState.PROVEN
@@ -89,9 +114,8 @@ class RoundSchedule:
             self._answers_again[server] = False
         for server in failed:
             self._suspect(server, step)
-        self.pending = False
         if proven:
-            self.last_commit_step = step
+            self.last_commit_step = begun_step
 
     def _may_retry(self, server: int, step: int) -> bool:
         return self._answers_again[server] and step >= self._retry_step[server]

@@ -86,29 +86,27 @@ class SuspectProbe:
         with self._changed:
             return self._lost
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keeps the probe from asking while a round runs; forgets what it heard before the round.
+    def pause(self) -> None:
+        """Keeps the probe from asking until ``go_on``.
 
         A question that does not end within a few seconds is cut, and an answer to it is not heard.
         """
         with self._changed:
             self._is_paused = True
-        acquired = self._asking.acquire(timeout=_LOCK_TIMEOUT_S)
-        if not acquired:
-            with self._changed:
-                self._num_cut += 1
-                if self._session is not None:
-                    self._session.end()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._answering = frozenset()
-                self._lost = frozenset()
-                self._is_paused = False
-            if acquired:
-                self._asking.release()
+        if self._asking.acquire(timeout=_LOCK_TIMEOUT_S):
+            self._asking.release()
+            return
+        with self._changed:
+            self._num_cut += 1
+            if self._session is not None:
+                self._session.end()
+
+    def go_on(self) -> None:
+        """Asks again; forgets what was heard before ``pause``."""
+        with self._changed:
+            self._answering = frozenset()
+            self._lost = frozenset()
+            self._is_paused = False
 
     def stop(self) -> None:
         """Ends the thread within a few seconds. May be called again."""

@@ -139,7 +139,7 @@ class Telemetry:
             seconds=outcome.seconds,
             pending_seconds=pending_seconds,
             canary_seconds=outcome.canary_seconds,
-            export_seconds=outcome.export_seconds,
+            snapshot_seconds=outcome.snapshot_seconds,
             servers=dict(outcome.reports),
         )
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
@@ -279,6 +279,7 @@ class Telemetry:
             gauge("queue_depth", facts.queue_depth)
             gauge("ver_current", facts.version)
             gauge("sync_pending", int(facts.round_pending))
+            gauge("sync_in_transfer", int(facts.round_in_transfer))
             gauge("infer_inflight", facts.infer_in_flight)
             if facts.version_lag is not None:
                 self.counters.raise_to("ver_lag", facts.version_lag)
@@ -298,6 +299,7 @@ class Telemetry:
             queue_depth=facts.queue_depth,
             infer_in_flight=facts.infer_in_flight,
             round_pending=facts.round_pending,
+            round_in_transfer=facts.round_in_transfer,
             plan_seconds=facts.plan_seconds,
             num_tokens=sum(pack.num_tokens for pack in facts.packs),
             packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],

@@ -46,6 +46,7 @@ class LiveState:
     queue_limit: int | None = None
     rollouts_per_s: float | None = None
     round_pending: bool = False
+    round_in_transfer: bool = False
     last_round: str = "none yet"
     last_evaluation: str | None = None
     """On the servers; None until one has ended."""
@@ -159,6 +160,7 @@ class LiveTracker:
             version=record["version"],
             version_lag=before.version_lag if lag is None else lag,
             round_pending=record["round_pending"],
+            round_in_transfer=record["round_in_transfer"],
             rollouts_per_s=self._rate(record["time"]),
         )
 

@@ -150,7 +150,7 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     reason = f" ({state.skip_reason})" if state.skip_reason else ""
     yield "B", f"{state.num_b_run} run, {state.num_b_skipped} skipped{reason}"
     yield "queue", _queue(state)
-    pending = ", round pending" if state.round_pending else ""
+    pending = ", round pending" if state.round_pending else ", round in transfer" * state.round_in_transfer
     yield "version", f"{state.version}{_known(', lag {}', state.version_lag)}{pending}"
     rate = state.rollouts_per_s
     yield "rollouts", _known("{:.1f}/s" if (rate or 1) >= 1 else "{:.2g}/s", rate) or "-"

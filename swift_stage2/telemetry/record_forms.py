@@ -136,6 +136,7 @@ AUDIT_FORMS: Forms = {
         step=_Count,
     ),
     "step": _kept(
+        {"round_in_transfer": bool},
         step=_Count,
         channel=_Channel,
         wants_b=bool,
@@ -154,7 +155,7 @@ AUDIT_FORMS: Forms = {
         committed=bool,
         seconds=_Number,
         canary_seconds=_Number,
-        export_seconds=_Number,
+        snapshot_seconds=_Number,
         servers=dict[str, _SERVER],  # type: ignore[valid-type]
     ),
     "batch": _kept(num_rollouts=_Count),

@@ -189,7 +189,7 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
 def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Spread]:
     durations: dict[str, list[float]] = {
         "canary": [record["canary_seconds"] for record in rounds],
-        "export": [record["export_seconds"] for record in rounds],
+        "snapshot": [record["snapshot_seconds"] for record in rounds],
     }
     for server in servers:
         for phase, seconds in server["seconds"].items():

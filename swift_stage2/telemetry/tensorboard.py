@@ -54,7 +54,7 @@ LAYOUT: dict[str, Charts] = {
         "ready packs": ("async/queue_depth", "async/queue_limit", "async/prefetch_success_total"),
         "version": ("async/ver_current",),
         "lag": ("async/ver_lag",),
-        "in flight": ("async/infer_inflight", "async/sync_pending"),
+        "in flight": ("async/infer_inflight", "async/sync_pending", "async/sync_in_transfer"),
         "progress": ("async/prefetch_last_progress_s_ago",),
     },
     "Drops by cause": {

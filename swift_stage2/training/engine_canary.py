@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class EngineCanary:
             seed=1,
         )
         self._closing = encoder.closing_token_ids
+        # Of its own: answers are compared while training tokenises, and a fast tokenizer is not for two threads.
+        self._decode = copy.deepcopy(template.tokenizer).decode
         self._tie_nats = HALF_PRECISION_TIE_NATS if half_precision else 0.0
         self._answer = CanaryAnswer()
         self._engine: TransformersEngine | None = None
@@ -71,8 +74,8 @@ class EngineCanary:
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
         """Whether a server gave the learner's own answer; engines differ in showing the end of turn."""
-        decode = self._template.tokenizer.decode
-        return self._answer.agrees(self._without_closing(token_ids), decode, decode(self._closing[0]))
+        end = self._decode(self._closing[0])
+        return self._answer.agrees(self._without_closing(token_ids), self._decode, end)
 
     def _without_closing(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(token_ids)

@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from swift_stage2.errors import ConfigError, WeightSyncError
+from swift_stage2.errors import ConfigError
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import all_finite
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
@@ -37,6 +36,11 @@ class WeightExport:
     def partitioned(self) -> bool:
         """Whether every read is a collective of all ranks, because each holds only a part of a tensor (ZeRO-3)."""
         return any(_is_partitioned(parameter) for parameter in self._module.parameters())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether weights are read from a GPU."""
+        return any(parameter.is_cuda for parameter in self._module.parameters())
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Name, shape and dtype of every tensor that a push carries, in push order."""
@@ -69,9 +73,6 @@ class WeightExport:
 
         What is neither merged nor partitioned shares memory with the training weights. If ``partitioned``,
         the other ranks must call ``help_read`` with the same names at the same time.
-
-        Raises:
-            WeightSyncError: a tensor is not finite.
         """
         own = self._named(names)
         exported = []
@@ -81,7 +82,6 @@ class WeightExport:
                 tensor = parameter.detach() if layer is None else _merged(layer, parameter)
                 if layer is None and _is_partitioned(parameter):
                     tensor = tensor.clone()  # the gathered memory is freed with the context
-                _require_finite(name, tensor)
                 exported.append((name, tensor.contiguous()))
         return exported
 
@@ -141,14 +141,6 @@ def _is_partitioned(parameter: torch.Tensor) -> bool:
 def _full_shape(parameter: torch.Tensor) -> torch.Size:
     """Shape of the whole tensor; a partitioned one shows itself as empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _require_finite(name: str, tensor: torch.Tensor) -> None:
-    if not all_finite(tensor):
-        raise WeightSyncError(
-            f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
-            "lower the learning rate or resume from an earlier checkpoint"
-        )
 
 
 def _merged(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""One server's part of one sync round: begin, connect, push, acknowledge, prove; and how it gets its buckets.
+"""One server's part of one sync round: begin, connect, push, acknowledge, prove.
 
-The round's main thread hands every bucket to all pushes (``BucketHandover``). Each push is a daemon thread, because a
-transfer that hangs cannot be joined, and ends in a report or, when the learner cannot give its weights, without one.
+Each push is a daemon thread, because a transfer that hangs cannot be joined, and reads the round's snapshot at its own
+pace. It ends in a report or, when the learner's weights cannot be pushed, without one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
@@ -20,131 +19,8 @@ from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
-from swift_stage2.weights.tensors import WeightBucket, agreed_manifest
+from swift_stage2.weights.tensors import CastMemory, WeightBucket, agreed_manifest
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
-
-ItemT = TypeVar("ItemT")
-
-
-class BucketHandover(Generic[ItemT]):
-    """One producer calls ``offer`` and at last ``finish`` or ``fail``; each consumer calls ``take`` until None.
-
-    ``patience_s`` is for a whole round and counts only while another consumer waits for its next item.
-    """
-
-    def __init__(
-        self,
-        consumers: Iterable[int],
-        deadline: Deadline,
-        *,
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._deadline = deadline
-        self._patience_s = patience_s
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._live = set(consumers)
-        self._held: dict[int, ItemT] = {}  # handed over, not yet taken
-        self._idle: set[int] = set()  # in ``take``, with nothing to take
-        self._held_up_s = dict.fromkeys(self._live, 0.0)  # for how long each has kept others waiting
-        self._left_behind: dict[int, str] = {}
-        self._finished = False
-        self._failure: str | None = None
-
-    def offer(self, item: ItemT) -> bool:
-        """Hands ``item`` to every consumer that is still there, each as soon as it has room.
-
-        Returns when all of them hold it; False when no consumer is left, so that nothing more need be made.
-        """
-        with self._changed:
-            waiting = set(self._live)
-            while True:
-                waiting &= self._live
-                for consumer in sorted(waiting - self._held.keys()):
-                    self._held[consumer] = item
-                    waiting.discard(consumer)
-                    self._changed.notify_all()
-                if not waiting:
-                    return bool(self._live)
-                self._wait_for(waiting)
-
-    def finish(self) -> None:
-        """Nothing more comes; consumers still take what they hold."""
-        with self._changed:
-            self._finished = True
-            self._changed.notify_all()
-
-    def fail(self, reason: str) -> None:
-        """The producer cannot go on; every consumer's next ``take`` raises."""
-        with self._changed:
-            self._failure = reason
-            self._held.clear()
-            self._changed.notify_all()
-
-    def take(self, consumer: int) -> ItemT | None:
-        """The next item, or None after the last.
-
-        Raises:
-            WeightSyncError: the producer failed.
-            ServerFault: this consumer was left behind, or nothing came by the deadline.
-        """
-        with self._changed:
-            self._idle.add(consumer)
-            self._changed.notify_all()
-            try:
-                while self._has_nothing_for(consumer):
-                    if self._deadline.expired:
-                        raise ServerFault(
-                            "the deadline of the round's calls passed before the last bucket came"
-                        )
-                    self._changed.wait(self._deadline.remaining_s())
-            finally:
-                self._idle.discard(consumer)
-            if self._failure is not None:
-                raise WeightSyncError(self._failure)
-            if consumer not in self._live:
-                raise ServerFault(self._left_behind.get(consumer, "this push has ended"))
-            item = self._held.pop(consumer, None)
-            self._changed.notify_all()
-            return item
-
-    def leave(self, consumer: int) -> None:
-        """This consumer takes nothing more, for whatever reason; the producer no longer waits for it."""
-        with self._changed:
-            self._remove(consumer)
-
-    def _has_nothing_for(self, consumer: int) -> bool:
-        ended = self._finished or self._failure is not None or consumer not in self._live
-        return not ended and consumer not in self._held
-
-    def _wait_for(self, late: set[int]) -> None:
-        """One wait for the consumers that have no room; removes those whose time is up."""
-        others_wait = bool((self._idle - self._held.keys()) & self._live)
-        limit_s = self._deadline.remaining_s()
-        if others_wait:
-            limit_s = min(limit_s, *(self._patience_s - self._held_up_s[consumer] for consumer in late))
-        started = self._clock()
-        self._changed.wait(max(0.0, limit_s))
-        waited_s = self._clock() - started
-        for consumer in sorted(late & self._live):
-            if others_wait:
-                self._held_up_s[consumer] += waited_s
-            if self._deadline.expired:
-                self._remove(consumer, "it had not taken every bucket by the deadline of the round's calls")
-            elif others_wait and self._held_up_s[consumer] >= self._patience_s:
-                self._remove(
-                    consumer,
-                    f"it kept faster servers waiting for {self._patience_s:.1f} s and was left behind",
-                )
-
-    def _remove(self, consumer: int, reason: str | None = None) -> None:
-        self._live.discard(consumer)
-        self._held.pop(consumer, None)
-        if reason is not None:
-            self._left_behind[consumer] = reason
-        self._changed.notify_all()
-
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +43,7 @@ class ServerPush(threading.Thread):
         server: int,
         endpoint: ServerEndpoint,
         order: RoundOrder,
-        handover: BucketHandover[WeightBucket],
+        buckets: Sequence[WeightBucket],
         transports: MutableMapping[int, WeightTransport],
         make_transport: MakeTransport,
         *,
@@ -179,7 +55,7 @@ class ServerPush(threading.Thread):
         self.server = server
         self._endpoint = endpoint
         self._order = order
-        self._handover = handover
+        self._buckets = buckets
         self._transports = transports
         self._make_transport = make_transport
         self._distrusted = distrusted
@@ -191,6 +67,7 @@ class ServerPush(threading.Thread):
         self._incarnation: str | None = None
         self.report: ServerReport | None = None
         self.learner_fault: str | None = None
+        self.ended_at = 0.0  # monotonic
         self.finished = threading.Event()
 
     def run(self) -> None:
@@ -206,7 +83,7 @@ class ServerPush(threading.Thread):
             self._drop_transport()
             self.learner_fault = describe_fault("the push of the learner's weights", error)
         finally:
-            self._handover.leave(self.server)
+            self.ended_at = time.monotonic()
             self.finished.set()
 
     def _transfer(self, session: ServerSession) -> None:
@@ -297,27 +174,19 @@ class ServerPush(threading.Thread):
     def _send_buckets(
         self, session: ServerSession, transport: WeightTransport, dtypes: dict[str, str]
     ) -> dict[str, str]:
-        """Sends what the round hands over, in the server's dtypes; returns the checksums of all tensors."""
+        """Sends the snapshot in the server's dtypes; returns the checksums of all tensors."""
         sent: dict[str, str] = {}
-        while True:
-            with self._phase("wait"):
-                bucket = self._next_bucket(session)
-            if bucket is None:
-                return sent
+        memory = CastMemory()
+        for bucket in self._buckets:
             with self._phase("pack"):
-                packed = bucket.pack(dtypes)
+                packed = bucket.pack(dtypes, memory)
             with self._phase("push"):
                 body = {"metadatas": packed.metadata}
                 session.post(protocol.UPDATE_FLATTENED_PARAMS, body, self._order.deadline)
                 transport.send(packed.flat, self._order.deadline)
             sent.update(packed.checksums)
             self._num_bytes += packed.flat.numel()
-
-    def _next_bucket(self, session: ServerSession) -> WeightBucket | None:
-        try:
-            return self._handover.take(self.server)
-        except ServerFault as fault:
-            raise ServerFault(f"{session.base_url}: {fault}") from fault
+        return sent
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
         if not reset_cache(session, path, self._order.deadline) and must_succeed:

@@ -1,19 +1,19 @@
-"""Runs one sync round: rank 0 reads full weights once for all servers, proves them, and tells every rank.
+"""Runs sync rounds beside training: rank 0 copies the weights, background pushes carry and prove them, all ranks learn.
 
-The first barrier, that every rank is drained, is the learner's; the second is the broadcast of the outcome
-here. A round is a transaction: rank 0 never raises before that broadcast, and only what was proven counts.
-Weights are read and the deadline is kept on the main thread; each server's push has a daemon thread. A watch
-ends the process when the main thread itself is stuck.
+Training waits for ``begin`` alone: the learner's canary and one copy of the weights, on the main thread of every rank
+at the same step. Each server's push has a daemon thread on rank 0. ``finish`` tells every rank the outcome, once
+``has_ended`` has travelled in a step's vector. A round is a transaction: rank 0 never raises before every rank knows,
+and only what was proven counts. A watch ends the process when the main thread itself is stuck.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-
-import torch
 
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Proof
@@ -26,8 +26,8 @@ from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, RoundOrder
-from swift_stage2.weights.push import BucketHandover, ServerPush, close_quietly, describe_fault
-from swift_stage2.weights.tensors import BucketMemory, WeightBucket
+from swift_stage2.weights.push import ServerPush, close_quietly, describe_fault
+from swift_stage2.weights.snapshot import Snapshot
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 __all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSync"]
@@ -35,18 +35,40 @@ __all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSy
 # Every call of a round ends by this share of its time, so that only a thread that does not return by the
 # whole of it is a hang.
 _SHARE_FOR_CALLS = 0.8
-# Of the calls' time: for so long one server may keep others without a bucket, and the learner's own reading
-# may take no more of a round that ran out of time.
-_SHARE_FOR_ONE = 0.5
 _CLOSE_TIMEOUT_S = 1.0
+_LAST_ROUND_S = 30.0  # for a round that has not ended when training has
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
 # Over the round's time: only what the deadline on the main thread cannot end lasts so long.
 _WATCH_MARGIN_S = 10.0
 _MIB = 1 << 20
 
 
+@dataclass(slots=True)
+class _Round:
+    """On rank 0, from ``begin`` to ``finish``."""
+
+    version: int
+    round_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = field(default_factory=time.monotonic)
+    canary_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+    end: float = 0.0  # monotonic; after it a push hangs
+    pushes: Sequence[ServerPush] = ()
+    learner_fault: str | None = None
+
+    @property
+    def pushes_have_ended(self) -> bool:
+        return all(push.finished.is_set() for push in self.pushes)
+
+    def hung(self) -> list[ServerPush]:
+        """Waits for the pushes; those that have not returned by the end."""
+        # A process that was itself stopped for so long must not call every push hung.
+        end = max(self.end, time.monotonic() + _LEAST_WAIT_S)
+        return [push for push in self.pushes if not push.finished.wait(max(0.0, end - time.monotonic()))]
+
+
 class WeightSync:
-    """Sync rounds of one run. ``run`` is called on every rank's main thread, at the same step."""
+    """Sync rounds of one run, one at a time; called on every rank's main thread, at the same step."""
 
     def __init__(
         self,
@@ -83,25 +105,53 @@ class WeightSync:
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
         self._heap = HeapTrim()
-        self._memory = BucketMemory()
+        self._snapshot: Snapshot | None = None
+        self._round: _Round | None = None
         self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
-        """One round that brings ``targets`` to ``version``; returns the same outcome on every rank.
+        """One whole round that brings ``targets`` to ``version``, waited for; raises as ``finish`` does."""
+        self.begin(version, targets)
+        return self.finish()
+
+    def begin(self, version: int, targets: Sequence[int]) -> None:
+        """Copies the weights of this moment and starts a push to each of ``targets``; what fails is told by ``finish``.
+
+        Raises:
+            WeightSyncHang: another rank has ended because of this round.
+        """
+        with self._watched():
+            if self._control.rank > 0:
+                self._help()
+                return
+            round_ = self._round = _Round(version)
+            try:
+                self._begin_rank_zero(round_, targets)
+            except Exception as error:  # rank 0 must reach ``finish`` whatever happens
+                round_.learner_fault = describe_fault("the sync round", error)
+        if not round_.pushes_have_ended:  # a call to a GPU behind a transfer that hangs would stop training
+            self._watch.begin("the transfer of weights", lambda: round_.pushes_have_ended)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``finish`` would not wait; rank 0's fact in the step's vector, False on every other rank."""
+        round_ = self._round
+        return round_ is not None and (round_.pushes_have_ended or time.monotonic() > round_.end)
+
+    def finish(self) -> RoundOutcome:
+        """Ends the round that ``begin`` began; returns the same outcome on every rank. Rank 0 waits for its pushes.
 
         Raises:
             WeightSyncError: the learner's weights cannot be exported; on every rank.
             WeightSyncHang: a push did not return by ``sync.timeout_s``, or another rank has ended because of
                 this round; on every rank that can still raise. Others end with status 70.
         """
-        try:
-            with self._watch:
-                outcome = self._lead(version, targets) if self._control.rank == 0 else self._follow()
-        except RuntimeError as error:  # of a collective that another rank has left
-            words = self._words()
-            if not words:
-                raise
-            raise WeightSyncHang(words) from error
+        with self._watched():
+            self._watch.begin("the transfer of weights")  # also until every rank has heard of the outcome
+            told = {"outcome": self._outcome().to_json()} if self._control.rank == 0 else None
+            outcome = RoundOutcome.from_json(self._control.broadcast(told)["outcome"])
+            if self._control.rank == 0:
+                self._heap.after_round()
         if outcome.hung:
             raise WeightSyncHang(outcome.hung)
         if outcome.learner_fault:
@@ -117,79 +167,123 @@ class WeightSync:
         return tuple(server for server, kept in list(self._transports.items()) if kept.is_lost())
 
     def close(self) -> None:
-        """Closes what the transports still hold."""
-        for transport in self._transports.values():
+        """Ends a round that still runs, after some time for it, and closes what the transports hold."""
+        round_, self._round = self._round, None
+        if round_ is not None:
+            with self._watch:
+                round_.end = min(round_.end, time.monotonic() + _LAST_ROUND_S)
+                round_.hung()
+        for transport in list(self._transports.values()):
             close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
         self._transports.clear()
 
-    # Rank 0 tells the others what comes next: {"gather": index of a bucket} any number of times, if no rank
-    # holds whole tensors, and {"outcome": …} at last. So its failure never leaves them in a collective. After a
+    # If no rank holds whole tensors, rank 0 tells the others what comes next: {"gather": index of a bucket} any number
+    # of times, and {"gather": null} at last. So its failure never leaves them in a collective. After a
     # gather every rank says whether it failed there. One that fails inside leaves the others stuck in the training
     # group, where no message reaches them: it leaves a note, and the watches of the others read it and end them.
 
-    def _lead(self, version: int, targets: Sequence[int]) -> RoundOutcome:
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            outcome = self._run_rank_zero(version, targets)
-        except Exception as error:  # rank 0 must reach the broadcast whatever happens
-            fault = describe_fault("the sync round", error)
-            outcome = RoundOutcome(uuid.uuid4().hex, version, learner_fault=fault)
-        self._control.broadcast({"outcome": outcome.to_json()})
-        self._heap.after_round()
-        return outcome
+            with self._watch:
+                yield
+        except RuntimeError as error:  # of a collective that another rank has left
+            words = self._words()
+            if not words:
+                raise
+            raise WeightSyncHang(words) from error
 
-    def _follow(self) -> RoundOutcome:
-        if self._export.partitioned:  # else rank 0 works alone, and its end shows in the broadcast
-            self._answer_canary()
-            self._watch.begin("the transfer of weights")
-        plan = self._export.plan(self._bucket_bytes)
-        while True:
-            message = self._control.broadcast(None)
-            if "outcome" in message:
-                return RoundOutcome.from_json(message["outcome"])
-            names = plan[message["gather"]]
-            self._take_part("gathering weights", partial(self._export.help_read, names))
-
-    def _run_rank_zero(self, version: int, targets: Sequence[int]) -> RoundOutcome:
-        started = time.perf_counter()
-        round_id = uuid.uuid4().hex
+    def _begin_rank_zero(self, round_: _Round, targets: Sequence[int]) -> None:
+        round_.end = time.monotonic() + self._timeout_s
+        began = time.perf_counter()
         with self._span("canary"):
-            canary_fault = self._answer_canary()
-        if canary_fault:
-            return RoundOutcome(round_id, version, learner_fault=canary_fault)
-        self._watch.begin("the transfer of weights")  # also until every rank has heard of the outcome
-        canary_seconds = time.perf_counter() - started
-        end = time.monotonic() + self._timeout_s
+            fault = self._answer_canary()
+        round_.canary_seconds = time.perf_counter() - began
+        if fault:
+            round_.learner_fault = fault
+            return
+        self._watch.begin("the snapshot of weights")
+        began = time.perf_counter()
+        with self._span("snapshot"):
+            snapshot = self._take_snapshot()
+        round_.snapshot_seconds = time.perf_counter() - began
+        round_.end = time.monotonic() + self._timeout_s
         order = RoundOrder(
-            round_id=round_id,
+            round_id=round_.round_id,
             run_id=self._run_id,
-            version=version,
+            version=round_.version,
             manifest=self._export.manifest(),
             canary=self._canary,
             proof=self._proof,
             api_key=self._api_key,
             deadline=Deadline(self._timeout_s * _SHARE_FOR_CALLS),
         )
-        handover: BucketHandover[WeightBucket] = BucketHandover(
-            targets, order.deadline, patience_s=self._timeout_s * _SHARE_FOR_CALLS * _SHARE_FOR_ONE
-        )
-        pushes = [self._new_push(server, order, handover) for server in targets]
-        export_seconds, fault = self._start_and_feed(pushes, order.deadline, handover)
-        # A process that was itself stopped for so long must not call every push hung.
-        end = max(end, time.monotonic() + _LEAST_WAIT_S)
-        hung = [push for push in pushes if not push.finished.wait(max(0.0, end - time.monotonic()))]
-        if hung:
+        buckets = snapshot.buckets(self._bucket_bytes)
+        pushes = []
+        for server in targets:
+            push = ServerPush(
+                server,
+                self._endpoints[server],
+                order,
+                buckets,
+                self._transports,
+                self._make_transport,
+                distrusted=server in self._distrusted,
+                ours=self._ours,
+                span=self._span,
+            )
+            self._distrusted.discard(server)
+            push.start()
+            pushes.append(push)
+            round_.pushes = tuple(pushes)  # also if the process may start no more threads
+
+    def _help(self) -> None:
+        if not self._export.partitioned:
+            return  # rank 0 works alone
+        if self._answer_canary():
+            return  # as rank 0 has heard
+        self._watch.begin("the snapshot of weights")
+        plan = self._export.plan(self._bucket_bytes)
+        while (index := self._control.broadcast(None)["gather"]) is not None:
+            self._take_part("gathering weights", partial(self._export.help_read, plan[index]))
+
+    def _take_snapshot(self) -> Snapshot:
+        partitioned = self._export.partitioned
+        try:
+            if self._snapshot is None:
+                self._snapshot = Snapshot(self._export.manifest(), pinned=self._export.on_gpu)
+            snapshot = self._snapshot
+            for index, names in enumerate(self._export.plan(self._bucket_bytes)):
+                if partitioned:
+                    self._control.broadcast({"gather": index})
+                copy = lambda names=names: snapshot.put(self._export.read(names))  # noqa: E731
+                if fault := self._take_part("copying the weights", copy):
+                    raise WeightSyncError(fault)
+        finally:
+            if partitioned:
+                self._control.broadcast({"gather": None})
+        return snapshot
+
+    def _outcome(self) -> RoundOutcome:
+        """Rank 0's, once its pushes have ended or their time is over."""
+        round_, self._round = self._round, None
+        if round_ is None:
+            raise RuntimeError("a round must begin before it can finish")
+        if hung := round_.hung():
             for push in hung:  # its thread is inside the transport: to close it could hang as well
                 self._transports.pop(push.server, None)
             names = ", ".join(push.name for push in hung)
-            return RoundOutcome(round_id, version, hung=f"{names} did not return within {self._timeout_s} s")
+            text = f"{names} did not return within {self._timeout_s} s"
+            return RoundOutcome(round_.round_id, round_.version, hung=text)
+        faults = (push.learner_fault for push in round_.pushes if push.learner_fault)
         return RoundOutcome(
-            round_id,
-            version,
-            reports={push.server: push.report for push in pushes if push.report is not None},
-            learner_fault=fault or next((push.learner_fault for push in pushes if push.learner_fault), None),
-            seconds=time.perf_counter() - started,
-            canary_seconds=canary_seconds,
-            export_seconds=export_seconds,
+            round_.round_id,
+            round_.version,
+            reports={push.server: push.report for push in round_.pushes if push.report is not None},
+            learner_fault=round_.learner_fault or next(faults, None),
+            seconds=max((push.ended_at for push in round_.pushes), default=round_.started) - round_.started,
+            canary_seconds=round_.canary_seconds,
+            snapshot_seconds=round_.snapshot_seconds,
         )
 
     def _answer_canary(self) -> str:
@@ -223,65 +317,6 @@ class WeightSync:
         """Last words of ranks that have ended; empty if none has."""
         said = (self._control.notes.read(_note_of(rank)) for rank in range(self._control.world_size))
         return "; ".join(text for text in said if text)
-
-    def _new_push(self, server: int, order: RoundOrder, handover: BucketHandover[WeightBucket]) -> ServerPush:
-        distrusted = server in self._distrusted
-        self._distrusted.discard(server)
-        return ServerPush(
-            server,
-            self._endpoints[server],
-            order,
-            handover,
-            self._transports,
-            self._make_transport,
-            distrusted=distrusted,
-            ours=self._ours,
-            span=self._span,
-        )
-
-    def _start_and_feed(
-        self, pushes: Sequence[ServerPush], deadline: Deadline, handover: BucketHandover[WeightBucket]
-    ) -> tuple[float, str | None]:
-        """Starts the pushes and hands them every bucket; returns the seconds of reading, and the learner's fault."""
-        seconds = 0.0
-        try:
-            for push in pushes:
-                push.start()
-            for index, names in enumerate(self._export.plan(self._bucket_bytes)):
-                started = time.perf_counter()
-                with self._span("export"):
-                    bucket = self._read(index, names)
-                seconds += time.perf_counter() - started
-                self._require_time_left(deadline, seconds)
-                if not handover.offer(bucket):
-                    break
-            handover.finish()
-        except Exception as error:  # the pushes must end, and rank 0 must reach the broadcast
-            fault = describe_fault("the export of the learner's weights", error)
-            handover.fail(fault)
-            for push in pushes:
-                if push.ident is None:  # the process may start no more threads
-                    push.finished.set()
-            return seconds, fault
-        return seconds, None
-
-    def _read(self, index: int, names: Sequence[str]) -> WeightBucket:
-        if not self._export.partitioned:
-            return WeightBucket(self._export.read(names), self._memory)
-        self._control.broadcast({"gather": index})
-        tensors: list[tuple[str, torch.Tensor]] = []
-        fault = self._take_part("gathering weights", lambda: tensors.extend(self._export.read(names)))
-        if fault:
-            raise WeightSyncError(fault)
-        return WeightBucket(tensors, self._memory)
-
-    def _require_time_left(self, deadline: Deadline, export_seconds: float) -> None:
-        """A round that ran out of time is the learner's fault if the time went into reading its weights."""
-        if deadline.expired and export_seconds > self._timeout_s * _SHARE_FOR_CALLS * _SHARE_FOR_ONE:
-            raise WeightSyncError(
-                f"weights must be exported well within rollout.sync.timeout_s={self._timeout_s:g}, got "
-                f"{export_seconds:.1f} s for a part of them; raise it"
-            )
 
 
 def _note_of(rank: int) -> str:

@@ -1,14 +1,13 @@
-"""Sums, packs and buckets tensors on their way to the servers.
+"""Sums, casts and flattens tensors on their way to the servers.
 
 Learner and server take the same checksum on any device: order-sensitive, one pass without large temporaries, and
-never a defence against an adversary. A bucket is packed once for each set of dtypes that servers hold.
+never a defence against an adversary. A bucket is summed once for each set of dtypes that servers hold.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
 
 _WORD_BYTES = 4
@@ -143,7 +142,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class PackedBucket:
     """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
 
@@ -152,84 +151,81 @@ class PackedBucket:
     checksums: dict[str, str]
 
 
-class BucketMemory:
-    """Keeps the bytes of packed buckets for the next ones: new pages cost several times what a copy does.
-
-    Only on the CPU; PyTorch keeps a GPU's memory itself.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lock = (
-            threading.Lock()
-        )  # not for giving back, which the collector may do at any line of ``take``
-
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Contiguous uint8 memory of that size, the caller's until ``keep_after``."""
-        with self._lock:
-            if device.type == "cpu" and self._free:
-                largest = max(range(len(self._free)), key=lambda index: self._free[index].numel())
-                kept = self._free.pop(largest)
-                if kept.numel() >= num_bytes:
-                    return kept[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    def keep_after(self, packed: PackedBucket) -> None:
-        """Takes the bucket's memory back once nobody holds the bucket; a push that hangs holds it for ever."""
-        if packed.flat.device.type == "cpu":
-            whole = torch.empty(0, dtype=torch.uint8).set_(packed.flat.untyped_storage())
-            weakref.finalize(packed, self._free.append, whole)
-
-
 class WeightBucket:
-    """Named tensors in the learner's own dtypes."""
+    """Named tensors of the learner's own dtypes that lie one behind the other in ``flat``, which nobody changes."""
 
-    def __init__(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], memory: BucketMemory | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], flat: torch.Tensor) -> None:
         self._tensors = tuple(tensors)
-        self._memory = memory or BucketMemory()
+        self._flat = flat
         self._lock = threading.Lock()
-        self._packed: dict[tuple[torch.dtype, ...], PackedBucket] = {}
+        self._known: dict[tuple[torch.dtype, ...], dict[str, str]] = {}  # checksums
 
-    def pack(self, dtypes: Mapping[str, str]) -> PackedBucket:
-        """The bucket in the dtypes named for its tensors (default: their own), made on the first call for them."""
+    def pack(self, dtypes: Mapping[str, str], memory: CastMemory) -> PackedBucket:
+        """The bucket in the dtypes named for its tensors (default: their own), cast into ``memory`` if it must be.
+
+        Raises:
+            WeightSyncError: a tensor is not finite.
+        """
         wanted = tuple(
             getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self._tensors
         )
-        with self._lock:  # of computing only: whoever comes second waits for what it needs itself
-            packed = self._packed.get(wanted)
-            if packed is None:
-                packed = self._packed[wanted] = self._pack(wanted)
-            return packed
+        own = tuple(tensor.dtype for _, tensor in self._tensors)
+        flat, tensors = self._flat, self._tensors
+        if wanted != own:
+            flat, tensors = memory.cast(self._tensors, wanted)
+        with self._lock:  # whoever comes second needs the same sums
+            if not self._known:
+                _require_finite(self._tensors)
+            if wanted not in self._known:
+                sums = checksum_tensors([tensor for _, tensor in tensors])
+                self._known[wanted] = {name: each for (name, _), each in zip(tensors, sums, strict=True)}
+            checksums = self._known[wanted]
+        return PackedBucket(flat, describe_flat(tensors), checksums)
 
-    def _pack(self, wanted: tuple[torch.dtype, ...]) -> PackedBucket:
-        cast = [
-            (name, tensor.to(dtype).contiguous())
-            for (name, tensor), dtype in zip(self._tensors, wanted, strict=True)
-        ]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in cast)
-        flat, metadata = flatten(cast, self._memory.take(num_bytes, cast[0][1].device))
-        sums = checksum_tensors([tensor for _, tensor in cast])
-        packed = PackedBucket(
-            flat, metadata, {name: each for (name, _), each in zip(cast, sums, strict=True)}
-        )
-        self._memory.keep_after(packed)
-        return packed
+
+class CastMemory:
+    """Keeps one push's memory for casts from bucket to bucket: new pages cost several times what a copy does."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def cast(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype]
+    ) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
+        """One uint8 tensor, valid until the next call, and the tensors in ``dtypes``."""
+        cast = tuple((name, tensor.to(dtype)) for (name, tensor), dtype in zip(tensors, dtypes, strict=True))
+        num_bytes = sum(map(_num_bytes, (tensor for _, tensor in cast)))
+        if self._kept.numel() < num_bytes:
+            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return flatten(cast, self._kept[:num_bytes])[0], cast
+
+
+def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if not all_finite(tensor):
+            raise WeightSyncError(
+                f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
+                "lower the learning rate or resume from an earlier checkpoint"
+            )
 
 
 def flatten(
     bucket: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, list[dict[str, object]]]:
-    """One uint8 tensor (``memory``, if it is given) holding a bucket's bytes, and where each tensor lies in it.
+    """One uint8 tensor (``memory``, if it is given) holding a bucket's bytes, and where each tensor lies in it."""
+    chunks = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in bucket]
+    return torch.cat(chunks, out=memory), describe_flat(bucket)
 
-    The metadata has the fields of ms-swift's ``FlattenedTensorMetadata``; indices are bytes.
+
+def describe_flat(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, object]]:
+    """Where each of the tensors lies if one lies behind the other.
+
+    The fields are those of ms-swift's ``FlattenedTensorMetadata``; indices are bytes.
     """
-    chunks = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
     metadata: list[dict[str, object]] = []
     start = 0
-    for (name, tensor), chunk in zip(bucket, chunks, strict=True):
-        end = start + chunk.numel()
+    for name, tensor in bucket:
+        end = start + _num_bytes(tensor)
         metadata.append(
             {
                 "name": name,
@@ -237,11 +233,11 @@ def flatten(
                 "dtype": str(tensor.dtype),
                 "start_idx": start,
                 "end_idx": end,
-                "numel": chunk.numel(),
+                "numel": end - start,
             }
         )
         start = end
-    return torch.cat(chunks, out=memory), metadata
+    return metadata
 
 
 def agreed_manifest(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

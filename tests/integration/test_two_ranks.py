@@ -177,7 +177,7 @@ def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run
             "pack",
         } <= kinds
         if rank == 0:
-            assert {"canary", "export", "begin", "connect", "push", "acknowledge", "prove"} <= kinds
+            assert {"canary", "snapshot", "begin", "connect", "push", "acknowledge", "prove"} <= kinds
 
 
 def test_kept_matches_are_those_of_the_ledger(long_run: LearnerRun) -> None:

@@ -162,7 +162,7 @@ class RunFiles:
             seconds=ROUND_S,
             pending_seconds=0.0,
             canary_seconds=0.02,
-            export_seconds=0.01,
+            snapshot_seconds=0.01,
             servers={"0": server},
         )
 

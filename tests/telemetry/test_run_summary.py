@@ -68,7 +68,7 @@ def test_rounds_by_phase(run_dir: Path) -> None:
     )
     push = summary.phase_seconds["push"]
     assert (push.num, push.total_s, push.median_s, push.max_s) == (4, 4.0, 1.0, 1.5)
-    assert set(summary.phase_seconds) == {"canary", "export", "push", "prove"}
+    assert set(summary.phase_seconds) == {"canary", "snapshot", "push", "prove"}
     assert summary.proofs == {"checksums": 1}
     assert summary.server_errors == {"refused": 3}
 

@@ -120,7 +120,7 @@ def test_weights_are_read_once_for_all_servers_and_packed_once(servers: list[Fak
     assert round_.transports[0].addresses == round_.transports[1].addresses
     assert [flat.view(torch.float32)[0].item() for flat in first] == [0.0, 1.0, 2.0, 3.0]
     assert all(one.equal(other) for one, other in zip(first, second, strict=True))
-    assert outcome.export_seconds > 0
+    assert outcome.snapshot_seconds > 0
     for report in outcome.reports.values():
         assert report.num_bytes == NUM_BUCKETS << 20
         assert set(report.seconds) == {
