@@ -18,7 +18,7 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.errors import ChannelBStarved, PipelineFailed
+from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.process.background import BackgroundFailures
@@ -150,14 +150,15 @@ class Learner:
         wants_b = self._b is not None and wants_channel_b(step, self._b_ratio)
         reservation = self._reserve(num_packs) if wants_b else None
         outcome = self._agree(reservation)
+        round_ = self._hear_of_round(self._b, reservation) if self._b and outcome.round_ended else None
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
         facts = self._step_record(step, plan, packs)
         seconds = time.perf_counter() - started
         if self._b is not None:
             self._take_in_suspects(self._b, step, outcome.servers_suspect, outcome.servers_answer_again)
-            if outcome.round_ended:  # after this step's packs were taken, so that none ages between the two
-                self._finish_round(self._b, step)
+            if round_ is not None:  # after this step's packs were taken, so that none ages between the two
+                self._finish_round(self._b, step, round_)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self._events.record_step(replace(facts, plan_seconds=seconds))
         self._raise_failures(outcome)
@@ -229,11 +230,19 @@ class Learner:
         with self._events.activity("syncing"):
             b.sync.begin(b.clock.current + 1, targets)
         if b.rounds.is_first:
-            self._finish_round(b, step)
+            self._finish_round(b, step, self._hear_of_round(b, None))
 
-    def _finish_round(self, b: ChannelB, step: int) -> None:
-        with self._events.activity("syncing"):
-            outcome = b.sync.finish()
+    def _hear_of_round(self, b: ChannelB, reservation: Reservation[Pack] | None) -> RoundOutcome:
+        """Called while packs are reserved and not yet spent: it may raise, and then they were not trained."""
+        try:
+            with self._events.activity("syncing"):
+                return b.sync.finish()
+        except Stage2Error:
+            if reservation is not None:
+                reservation.release()
+            raise
+
+    def _finish_round(self, b: ChannelB, step: int, outcome: RoundOutcome) -> None:
         b.probe.go_on()
         if outcome.proven:
             b.clock.advance()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +106,7 @@ class Events:
     def __init__(self) -> None:
         self.evaluations: list[tuple[Any, ...]] = []
         self.steps: list[tuple[Any, ...]] = []
+        self.in_transfer: list[bool] = []
         self.rounds: list[tuple[Any, ...]] = []
 
     def activity(self, name: str) -> Any:
@@ -111,6 +114,7 @@ class Events:
 
     def record_step(self, facts: Any) -> None:
         self.steps.append((facts.step, str(facts.plan.channel), facts.plan.skip_reason, facts.version))
+        self.in_transfer.append(facts.round_in_transfer)
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
@@ -142,18 +146,27 @@ class SilentCanary:
 
 
 class ProvingSync(WeightSync):
-    """Every push is proven, except at the rounds named, where the real push meets a dead server."""
+    """Every push is proven, except at the rounds named, where the real push meets a dead server.
+
+    A round ends in the step at which it began, except in the scenario that keeps it.
+    """
 
     dead_rounds: frozenset[int] = frozenset()
     num_rounds = 0
+    ends_at_once = True
 
-    def _run_rank_zero(self, version: int, targets: Any) -> Any:
-        outcome = super()._run_rank_zero(version, targets)
+    def begin(self, version: int, targets: Any) -> None:
+        super().begin(version, targets)
+        if self._round is not None and self.ends_at_once:
+            self._round.hung()
+
+    def _outcome(self) -> Any:
+        outcome = super()._outcome()
         self.num_rounds += 1
         if self.num_rounds in self.dead_rounds or outcome.learner_fault:
             return outcome
         proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
-        return type(outcome)(outcome.round_id, version, dict.fromkeys(targets, proven))
+        return type(outcome)(outcome.round_id, outcome.version, dict.fromkeys(outcome.reports, proven))
 
 
 def build(
@@ -324,8 +337,9 @@ def export_fails() -> dict[str, Any]:
     return one_round(learner, b)
 
 
-def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
-    """The first step's round, with a server that answers everything."""
+@contextmanager
+def stock_sessions() -> Iterator[None]:
+    """A server that answers everything."""
     from swift_stage2.servers import protocol as rollout_protocol
     from swift_stage2.weights import push as server_push
 
@@ -344,12 +358,20 @@ def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
     real_session = server_push.ServerSession
     server_push.ServerSession = StockSession  # type: ignore[misc]
     try:
-        learner.begin_step(0, 1)
-    except Stage2Error as raised:
-        return {"error": f"{type(raised).__name__}: {raised}", "version": b.clock.current}
+        yield
     finally:
         server_push.ServerSession = real_session  # type: ignore[misc]
-    return {"error": None, "version": b.clock.current}
+
+
+def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
+    """The first step's round."""
+    error = None
+    with stock_sessions():
+        try:
+            learner.begin_step(0, 1)
+        except Stage2Error as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "version": b.clock.current}
 
 
 class GatheredExport(WeightExport):
@@ -360,11 +382,18 @@ class GatheredExport(WeightExport):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self.num_gathers = 0
+        self.fails_at: list[str] | None = None
 
     def _gathered(self, own: Any) -> Any:
         dist.all_reduce(torch.ones(1))
         self.num_gathers += 1
         return super()._gathered(own)
+
+    def read(self, names: Any) -> Any:
+        tensors = super().read(names)
+        if list(names) == self.fails_at:
+            raise RuntimeError("no memory to merge")
+        return tensors
 
 
 class BrokenCanary(SilentCanary):
@@ -372,18 +401,18 @@ class BrokenCanary(SilentCanary):
         raise RuntimeError("no memory")
 
 
-def gathered(*, bad: int | None = None, broken_canary: bool = False, dead: bool = False) -> dict[str, Any]:
-    """Four buckets that all ranks gather together; rank 0 alone looks at what is in them."""
+def gathered(
+    *, bad: int | None = None, fails_at: int | None = None, broken_canary: bool = False
+) -> dict[str, Any]:
+    """Four buckets that all ranks gather together; rank 0 alone copies them."""
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     if RANK == 0 and bad is not None:
         with torch.no_grad():
             module[bad][0, 0] = float("nan")
     export = GatheredExport(module)
+    export.fails_at = [str(fails_at)]
     canary = BrokenCanary() if broken_canary and RANK == 1 else SilentCanary()
     learner, b, _events, _ = build(packs=0, export=export, canary=canary)
-    if dead:
-        learner.begin_step(0, 1)
-        return {"num_gathers": export.num_gathers}
     return one_round(learner, b) | {"num_gathers": export.num_gathers}
 
 
@@ -391,6 +420,9 @@ class OpenTransport:
     def open(self, session: Any, endpoint: ServerEndpoint, deadline: Any) -> None: ...
 
     def send(self, flat: Any, deadline: Any) -> None: ...
+
+    def is_lost(self) -> bool:
+        return False
 
     def close(self, deadline: Any) -> None: ...
 
@@ -479,6 +511,47 @@ def busy_rank_delays_only_the_round() -> dict[str, Any]:
     return {"steps": events.steps, "rounds": events.rounds}
 
 
+class HeldTransport(OpenTransport):
+    def __init__(self, let_go: threading.Event) -> None:
+        self._let_go = let_go
+
+    def send(self, flat: Any, deadline: Any) -> None:
+        if not self._let_go.wait(20.0):
+            raise ServerFault("nobody let go")
+
+
+def round_beside_training() -> dict[str, Any]:
+    """Rank 0's push of the second round is held through steps 2, 3 and 4, while packs of the first version train."""
+    let_go = threading.Event()
+    let_go.set()
+    learner, b, events, _ = build(
+        packs=0, window=0, sync_every=2, make_transport=lambda info: HeldTransport(let_go)
+    )
+    with stock_sessions():
+        learner.begin_step(0, 1)
+        learner.begin_step(1, 1)
+        let_go.clear()
+        b.sync.ends_at_once = False
+        opens, versions = [], []
+        for step in range(2, 8):
+            b.queue.offer(StandInPack(version=1), current_version=b.clock.current)
+            if step == 5 and RANK == 0:
+                let_go.set()
+                b.sync._round.hung()
+            learner.begin_step(step, 1)
+            opens.append(b.fence.is_open)
+            versions.append(b.clock.current)
+            if step == 5:
+                b.rounds._sync_every_steps = 1000  # no third round
+    return {
+        "steps": events.steps,
+        "rounds": events.rounds,
+        "in_transfer": events.in_transfer,
+        "open": opens,
+        "versions": versions,
+    }
+
+
 def stop_is_agreed() -> dict[str, Any]:
     learner, _, _, _ = build(packs=0)
     stops = []
@@ -495,15 +568,16 @@ SCENARIOS = {
     "pipeline_dies_continue": lambda: pipeline_dies(True),
     "export_fails": export_fails,
     "gathered": gathered,
-    "gather_fails": lambda: gathered(bad=2),
+    "gathered_nan": lambda: gathered(bad=2),
+    "gather_fails": lambda: gathered(fails_at=2),
     "canary_fails": lambda: gathered(broken_canary=True),
-    "gather_for_nobody": lambda: gathered(dead=True),
     "server_dies": server_dies,
     "one_rank_suspects": one_rank_suspects,
     "probe_finds_a_loss": probe_finds_a_loss,
     "suspect_when_due": suspect_when_the_round_is_due,
     "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,
+    "round_beside_training": round_beside_training,
     "stop": stop_is_agreed,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),

@@ -16,7 +16,7 @@ from typing import Any
 from detection_task import make_task
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
-from interleaving.setting import REQUEST_TIMEOUT_S, Setting
+from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting
 from interleaving.virtual_collectives import MeetingRoom, VirtualControlGroup
 from interleaving.virtual_servers import Computation, VirtualServer, Watcher, Weights
 from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, active, running
@@ -232,31 +232,49 @@ class CoreParts:
 
 
 class CoreSync:
-    """A push that takes time, and the broadcast that tells its outcome."""
+    """A push that takes time beside training, and the broadcast that tells its outcome."""
 
     def __init__(self, scene: CoreScene, control: VirtualControlGroup, rounds: RoundSchedule) -> None:
         self._scene = scene
         self._control = control
         self._rounds = rounds
+        self._outcome: dict[str, Any] | None = None
+        self._ended = Event()
 
-    def run(self, version: int, targets: tuple[int, ...]) -> RoundOutcome:
-        scene, outcome = self._scene, None
+    def begin(self, version: int, targets: tuple[int, ...]) -> None:
+        if self._control.rank > 0:
+            return
+        scene, self._outcome = self._scene, None
+        proven = self._rounds.states()[0] is ServerState.PROVEN
+        scene.ledger.round_begins(version, scene.weights, [(scene.server, proven)])
+        self._ended.clear()
+        Thread(partial(self._push, version, targets, scene.weights), name="push").start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._outcome is not None
+
+    def finish(self) -> RoundOutcome:
         if self._control.rank == 0:
-            scene.ledger.round_begins(
-                version, scene.weights, [(scene.server, self._rounds.states()[0] is ServerState.PROVEN)]
-            )
-            while scene.server.computing():  # a server that was suspect may still be at it: the ordered call
-                TimeNames.sleep(0.05)
-            fails = (0, scene.ledger.num_rounds) in scene.setting.push_fates
-            for _ in range(2):
-                active().point("a bucket")
-                if not fails:
-                    scene.ledger.weights_change(scene.server)
-            scene.server.weights = scene.server.weights if fails else scene.weights
-            report = ServerReport(not fails, "refused" if fails else None, "checksums", 0, {})
-            outcome = RoundOutcome("round", version, {0: report}).to_json()
-            scene.ledger.round_ends(outcome, targets)
+            self._ended.wait(SYNC_TIMEOUT_S)
+        outcome, self._outcome = self._outcome, None
         return RoundOutcome.from_json(self._control.broadcast(outcome))
+
+    def _push(self, version: int, targets: tuple[int, ...], weights: Weights) -> None:
+        scene = self._scene
+        while scene.server.computing():  # a server that was suspect may still be at it: the ordered call
+            TimeNames.sleep(0.05)
+        fails = (0, scene.ledger.num_rounds) in scene.setting.push_fates
+        for _ in range(2):
+            active().point("a bucket")
+            if not fails:
+                scene.ledger.weights_change(scene.server)
+        scene.server.weights = scene.server.weights if fails else weights
+        report = ServerReport(not fails, "refused" if fails else None, "checksums", 0, {})
+        outcome = RoundOutcome("round", version, {0: report}).to_json()
+        scene.ledger.round_ends(outcome, targets)
+        self._outcome = outcome
+        self._ended.set()
 
     def distrust(self, servers: Any) -> None:
         """Nothing outlives a round."""
@@ -282,8 +300,9 @@ class CoreProbe:
     def lost(self) -> frozenset[int]:
         return frozenset()
 
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def pause(self) -> None: ...
+
+    def go_on(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -339,7 +358,7 @@ class CoreScene:
         learner.start()
         step = -1
         while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
-            began_s, ended = active().now, "well"
+            began_s, began_version, ended = active().now, b.clock.current, "well"
             try:
                 decision = learner.begin_step(step, self.setting.packs_per_step)
             except PipelineFailed:
@@ -349,7 +368,7 @@ class CoreScene:
             self.ledger.agree(rank, step, "the end", ended)
             if ended != "well":
                 break
-            self.ledger.step(rank, step, decision, b, began_s)
+            self.ledger.step(rank, step, decision, b, began_s, began_version)
             self.ledger.account(rank, b)
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
             if rank == 0:

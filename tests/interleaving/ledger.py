@@ -33,6 +33,8 @@ class RankLedger:
         self.producing = False
         self.began_s = 0.0  # the moment at which its last step had been planned
         self.pending_since: float | None = None
+        self.transfer_ended = -1  # the step at which the last round did
+        self.in_transfer = False
 
 
 class Ledger:
@@ -170,7 +172,8 @@ class Ledger:
         if first != facts:
             _fail(f"ranks disagree at step {step} on {what}: rank {rank} has {facts}, another rank {first}")
 
-    def step(self, rank: int, step: int, decision: Any, b: Any, began_s: float) -> None:
+    def step(self, rank: int, step: int, decision: Any, b: Any, began_s: float, began_version: int) -> None:
+        """``began_version``: before the step, which a round may have ended after its packs were taken."""
         setting, mine = self.setting, self.ranks[rank]
         facts = (
             decision.plan,
@@ -179,6 +182,7 @@ class Ledger:
             b.clock.current,
             b.rounds.states(),
             b.rounds.pending,
+            b.rounds.in_transfer,
         )
         self.agree(rank, step, "the plan", facts)
         self.counts[f"steps {decision.plan.channel}"] += 1
@@ -190,7 +194,11 @@ class Ledger:
         if decision.plan.channel is Channel.B and len(decision.packs) != setting.packs_per_step:
             _fail(f"rank {rank} trains {len(decision.packs)} packs, planned are {setting.packs_per_step}")
         for pack in decision.packs:
-            self._train(rank, pack, mine.version)
+            self._train(rank, pack, began_version)
+        if mine.in_transfer and not b.rounds.in_transfer:
+            mine.transfer_ended = step
+        mine.in_transfer = b.rounds.in_transfer
+        self.counts["steps with a round in transfer"] += mine.in_transfer
         if b.evaluation is not None:
             self._check_evaluation(rank, step, b)
         self._check_pending(rank, b, began_s)
@@ -227,14 +235,17 @@ class Ledger:
         setting, running = self.setting, b.evaluation._schedule.running
         self.agree(rank, step, "the evaluation that runs", running)
         asks = running is not None and not b.evaluation._schedule.is_cut
-        if asks and (b.rounds.pending or running.version != b.clock.current):
+        rounds_come = b.rounds.pending or b.rounds.in_transfer
+        if asks and (rounds_come or running.version != b.clock.current):
             _fail(f"rank {rank}: a round comes under the evaluation of version {running.version}")
-        if not b.rounds.proven or b.rounds.pending:
+        if not b.rounds.proven or rounds_come:
             return
-        steps = step - b.rounds.last_commit_step
-        self.counts["steps with a round held"] += steps >= setting.sync_every_steps
-        if steps >= setting.sync_every_steps + setting.max_round_delay_steps:
-            _fail(f"rank {rank}: a round is held back, {steps} steps after the last commit")
+        due_step = max(
+            b.rounds.last_commit_step + setting.sync_every_steps, self.ranks[rank].transfer_ended + 1
+        )
+        self.counts["steps with a round held"] += step >= due_step
+        if step - due_step >= setting.max_round_delay_steps:
+            _fail(f"rank {rank}: a round is held back, {step - due_step} steps after it was due")
 
     def account(self, rank: int, b: Any) -> None:
         """Every sample that was drawn is in one place. Nothing may run between the looks: no yield point in here."""

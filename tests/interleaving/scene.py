@@ -240,10 +240,10 @@ class RoundSync(WeightSync):
     scene: Scene
     rounds: RoundSchedule
 
-    def run(self, version: int, targets: Sequence[int]) -> Any:
+    def begin(self, version: int, targets: Sequence[int]) -> None:
         if self._control.rank == 0:
             self.scene.begin_round(version, targets, self.rounds)
-        return super().run(version, targets)
+        super().begin(version, targets)
 
 
 class Scene:
@@ -299,7 +299,7 @@ class Scene:
         learner.start()
         hung, step = False, -1
         while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
-            began_s = active().now
+            began_s, began_version = active().now, b.clock.current
             ended = "well"
             try:
                 decision = learner.begin_step(step, self.setting.packs_per_step)
@@ -309,7 +309,7 @@ class Scene:
             self.ledger.agree(rank, step, "the end", ended)
             if ended != "well":
                 break
-            self.ledger.step(rank, step, decision, b, began_s)
+            self.ledger.step(rank, step, decision, b, began_s, began_version)
             self.ledger.account(rank, b)
             if step % _SAVE_STEPS == 0:
                 learner.checkpoint(step=step + 1, save_id=f"save {step + 1}")
@@ -321,6 +321,8 @@ class Scene:
         if not hung:  # a process that met a hang exits without
             learner.close()
             self.ledger.account(rank, b)
+        # A push that hangs when training ends is left behind, and the process ends with it.
+        hung |= b.rounds.in_transfer and "hangs" in self.setting.push_fates.values()
         self._num_over += 1
         if hung and self._num_over == self.setting.num_ranks:
             active().stop()

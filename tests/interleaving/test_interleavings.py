@@ -45,7 +45,8 @@ def run_batch(run: Callable[[int], Any], seeds: range) -> Counter[str]:
 def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
     counts = run_batch(run_seed, seeds)
     for what in (
-        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending", "rollouts",
+        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending",
+        "steps with a round in transfer", "rollouts",
         "posts abandoned", "rollouts aborted", "suspicions", "samples returned", "quarantined", "packs dropped_stale",
         "packs dropped_oldest", "reservations released", "runs ended by PipelineFailed",
         "runs ended by WeightSyncError", "runs ended by WeightSyncHang", "evaluation answers",
@@ -60,7 +61,8 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
 def test_every_invariant_holds_in_the_small_scene(seeds: range) -> None:
     counts = run_batch(run_core_seed, seeds)
     for what in (
-        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending", "rollouts",
+        "steps A", "steps B", "rounds", "pushes proven", "pushes failed", "steps with a round pending",
+        "steps with a round in transfer", "rollouts",
         "posts abandoned", "suspicions", "packs dropped_stale", "packs dropped_oldest", "reservations released",
     ):  # fmt: skip
         assert counts[what], f"no seed of this batch met it: {what}"

@@ -10,7 +10,7 @@ import threading as real_threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import httpx
@@ -333,6 +333,15 @@ _WITH_TIME = (
 )  # fmt: skip
 
 
+class NoWatch(nullcontext[None]):
+    """Ends no process: what would hang for ever, the scheduler finds."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def begin(self, *_: object) -> None: ...
+
+
 @contextmanager
 def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
     """The package runs on virtual threads, virtual time and virtual HTTP for as long as the context lasts."""
@@ -343,9 +352,9 @@ def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
         *((module, "ThreadPoolExecutor", Executor) for module in (lane, pending_abort)),
         (httpx, "HTTPTransport", make_http_transport),
         (server_push.ServerPush, "__bases__", (Thread,)),
+        (weight_sync, "RoundWatch", NoWatch),
         # Bound when these were defined, so that a name put into the module comes too late.
         (server_session.Deadline.__init__, "__defaults__", (TimeNames.monotonic,)),
-        (server_push.BucketHandover.__init__, "__kwdefaults__", {"clock": TimeNames.monotonic}),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:

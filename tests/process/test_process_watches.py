@@ -142,7 +142,7 @@ def test_a_rank_that_fails_inside_a_gather_ends_both_with_its_cause(scenario: st
 @pytest.mark.slow
 def test_a_main_thread_that_blocks_for_ever_ends_both_with_the_cause() -> None:
     first, second = end_of_both("main_thread")
-    cause = f"rank 0: the transfer of weights did not end within {TIMEOUT_S + 1.0:g} s"
+    cause = f"rank 0: the snapshot of weights did not end within {TIMEOUT_S + 1.0:g} s"
     assert cause in first
     assert "ours.recv(1)" in first
     assert f"raised: {cause}" in second
@@ -230,7 +230,7 @@ class NeverEnded(threading.Event):
 def test_a_stopped_process_has_not_spent_its_time() -> None:
     left: list[int] = []
     ended = NeverEnded()
-    RoundWatch(30.0, str, left.append)._run("the transfer", ended)
+    RoundWatch(30.0, str, left.append)._run("the transfer", ended, lambda: False)
     assert (ended.num_waits, left) == (60, [EXIT_HANG])
 
 
@@ -245,3 +245,15 @@ def test_a_note_reaches_another_rank_and_its_absence_is_no_wait() -> None:
     alone = NoteBoard()
     alone.write("why", "no memory")
     assert (alone.read("why"), alone.read("else")) == ("no memory", None)
+
+
+def test_a_watch_beside_training_ends_when_what_it_watches_is_over() -> None:
+    left: list[int] = []
+    asked = threading.Event()
+    watch = RoundWatch(PATIENCE_S, str, left.append)
+    watch.begin("the transfer", lambda: (asked.set(), True)[1])
+    (thread,) = (each for each in threading.enumerate() if each.name == "round-watch")
+    thread.join(PATIENCE_S / 2)
+    assert asked.is_set()
+    assert not thread.is_alive()
+    assert left == []

@@ -141,6 +141,7 @@ class Run(RuleBasedStateMachine):
         self.schedule = make(every, delay, last)
         self.rounds = RoundSchedule(1, cadence, backoff_steps=1, max_backoff_steps=64)
         self.rounds.is_due(0)
+        self.rounds.begin(0)
         self.rounds.finish(0, proven=[0], failed=[])
         self.step, self.version = 0, 1
         self.due_since: int | None = None  # of the round that a run without evaluations would have
@@ -148,6 +149,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(
         drained=st.booleans(),
+        ends=st.booleans(),
         proves=st.sampled_from([True, True, True, False]),
         lost=st.sampled_from([False] * 6 + [True]),
         back=st.booleans(),
@@ -155,7 +157,7 @@ class Run(RuleBasedStateMachine):
         failed=st.sampled_from([False] * 30 + [True]),
     )
     def next_step(
-        self, *, drained: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
+        self, *, drained: bool, ends: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
     ) -> None:
         self.step += 1
         step, schedule, rounds = self.step, self.schedule, self.rounds
@@ -167,18 +169,21 @@ class Run(RuleBasedStateMachine):
         if not held and rounds.is_due(step):
             assert schedule.running is None or schedule.is_cut, "it asks on in a pending round"
             if drained:
-                rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
-                self.version += proves
+                rounds.begin(step)
                 self.due_since = None
         if self.due_since is not None:
             assert rounds.pending or step - self.due_since < self.delay, "a round is held for too long"
         rounds.observe(step, suspect=[lost], answers_again=[back])
+        if rounds.in_transfer and ends:
+            rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
+            self.version += proves
         reason = schedule.reason_to_end(
             step, wanted=wanted, has_server=bool(rounds.proven), pipeline_failed=failed, stop_requested=False
         )
         if reason is not None:
             schedule.end()
-        may_begin = reason is None and bool(rounds.proven) and not rounds.pending and not failed
+        may_begin = reason is None and bool(rounds.proven) and not failed
+        may_begin = may_begin and not (rounds.pending or rounds.in_transfer)
         running = schedule.begin_if_due(step, self.version, may_begin=may_begin)
         if running is not None:
             assert running.due_step % self.every == 0

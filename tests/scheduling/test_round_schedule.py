@@ -28,11 +28,17 @@ def _new(num_servers: int, every: int, **settings: int) -> RoundSchedule:
     return RoundSchedule(num_servers, every, **{"backoff_steps": 1, "max_backoff_steps": 64, **settings})
 
 
+def _run(schedule: RoundSchedule, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
+    """A round that ends in the step at which it began."""
+    schedule.begin(step)
+    schedule.finish(step, proven=proven, failed=failed)
+
+
 def _begun(num_servers: int = 2, *, every: int = 4, **settings: int) -> RoundSchedule:
     """A schedule whose first round has proven every server at step 0."""
     schedule = _new(num_servers, every, **settings)
     assert schedule.is_due(0)
-    schedule.finish(0, proven=range(num_servers), failed=())
+    _run(schedule, 0, proven=range(num_servers), failed=())
     return schedule
 
 
@@ -48,7 +54,7 @@ def test_the_first_round_is_due_before_the_first_step_and_asks_every_server() ->
 def test_the_first_round_after_a_resume_is_due_at_the_step_it_resumes_at() -> None:
     schedule = _new(1, 4)
     assert schedule.is_due(1234)
-    schedule.finish(1234, proven=[0], failed=())
+    _run(schedule, 1234, proven=[0], failed=())
     assert [step for step in range(1235, 1240) if schedule.is_due(step)] == [1238, 1239]
 
 
@@ -58,7 +64,7 @@ def test_a_round_is_due_every_so_many_steps_after_the_last_commit() -> None:
     for step in range(1, 21):
         if schedule.is_due(step):
             rounds.append(step)
-            schedule.finish(step, proven=(0, 1), failed=())
+            _run(schedule, step, proven=(0, 1), failed=())
     assert rounds == [4, 8, 12, 16, 20]
     assert schedule.last_commit_step == 20
 
@@ -67,7 +73,7 @@ def test_a_round_stays_pending_until_it_ended_and_counts_from_its_commit() -> No
     schedule = _begun(every=4)
     assert [schedule.is_due(step) for step in (3, 4, 5, 6)] == [False, True, True, True]
     assert schedule.pending
-    schedule.finish(6, proven=(0, 1), failed=())
+    _run(schedule, 6, proven=(0, 1), failed=())
     assert not schedule.pending
     assert [step for step in range(7, 12) if schedule.is_due(step)] == [10, 11]
 
@@ -75,7 +81,7 @@ def test_a_round_stays_pending_until_it_ended_and_counts_from_its_commit() -> No
 def test_a_server_that_fails_a_round_leaves_the_set_and_does_not_delay_the_rest() -> None:
     schedule = _new(2, 4)
     schedule.is_due(0)
-    schedule.finish(0, proven=[0], failed=[1])
+    _run(schedule, 0, proven=[0], failed=[1])
     assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
     assert (schedule.proven, schedule.suspects) == ((0,), (1,))
     assert [step for step in range(1, 5) if schedule.is_due(step)] == [4]
@@ -97,7 +103,7 @@ def test_only_an_answer_makes_a_retry_due_and_it_includes_the_proven_ones() -> N
     _observe(schedule, 50, answers=[1])
     assert schedule.is_due(51)
     assert schedule.targets(51) == (0, 1)
-    schedule.finish(51, proven=(0, 1), failed=())
+    _run(schedule, 51, proven=(0, 1), failed=())
     assert schedule.proven == (0, 1)
     assert not schedule.is_due(52)
 
@@ -112,7 +118,7 @@ def test_an_answer_before_the_suspicion_counts_for_nothing() -> None:
 def test_a_round_that_proves_nothing_ends_and_leaves_nothing_pending() -> None:
     schedule = _begun(every=4)
     assert schedule.is_due(4)
-    schedule.finish(4, proven=(), failed=(0, 1))
+    _run(schedule, 4, proven=(), failed=(0, 1))
     assert not schedule.pending
     assert not any(schedule.is_due(step) for step in range(5, 200))
     assert schedule.targets(10) == ()
@@ -129,11 +135,11 @@ def test_the_back_off_doubles_up_to_its_limit_and_a_proof_resets_it() -> None:
         due = next(later for later in range(step, step + 100) if schedule.is_due(later))
         waits.append(due - step)
         step = due
-        schedule.finish(step, proven=(), failed=(0,))
+        _run(schedule, step, proven=(), failed=(0,))
     assert waits == [2, 4, 8, 8, 8]
     _observe(schedule, step, answers=[0])
     assert schedule.is_due(step + 8)
-    schedule.finish(step + 8, proven=(0,), failed=())
+    _run(schedule, step + 8, proven=(0,), failed=())
     _observe(schedule, step + 9, suspect=[0])
     _observe(schedule, step + 9, answers=[0])
     assert [schedule.is_due(step + 9 + later) for later in (1, 2)] == [False, True]
@@ -145,7 +151,7 @@ def test_a_retry_during_the_back_off_is_not_taken_along_by_another_round() -> No
     _observe(schedule, 2, answers=[1])
     assert schedule.is_due(4)
     assert schedule.targets(4) == (0,)
-    schedule.finish(4, proven=(0,), failed=())
+    _run(schedule, 4, proven=(0,), failed=())
     assert schedule.is_due(11), "the retry is due by itself once the back-off has passed"
     assert schedule.targets(11) == (0, 1)
 
@@ -155,8 +161,38 @@ def test_a_suspicion_takes_back_that_the_server_answered() -> None:
     _observe(schedule, 1, suspect=[0])
     _observe(schedule, 2, answers=[0])
     schedule.is_due(3)
-    schedule.finish(3, proven=(), failed=(0,))
+    _run(schedule, 3, proven=(), failed=(0,))
     assert not any(schedule.is_due(step) for step in range(4, 100))
+
+
+def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_its_beginning() -> None:
+    schedule = _begun(1, every=4)
+    assert schedule.is_due(4)
+    schedule.begin(4)
+    assert (schedule.pending, schedule.in_transfer) == (False, True)
+    assert not any(schedule.is_due(step) for step in range(4, 10))
+    schedule.finish(9, proven=[0], failed=())
+    assert schedule.last_commit_step == 4, "it carried the weights of that step"
+    assert schedule.is_due(10)
+
+
+def test_a_suspicion_before_the_proof_is_cleared_by_it_and_a_failure_backs_off_from_its_end() -> None:
+    schedule = _begun(2, every=4, backoff_steps=3)
+    schedule.is_due(4)
+    schedule.begin(4)
+    _observe(schedule, 5, suspect=[0, 1])
+    schedule.finish(7, proven=[0], failed=[1])
+    assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
+    _observe(schedule, 8, answers=[1])
+    assert schedule.targets(12) == (0,), "it failed twice: six steps from 7"
+    assert schedule.targets(13) == (0, 1)
+
+
+def test_only_the_first_round_is_the_first() -> None:
+    schedule = _new(1, 4)
+    assert schedule.is_first
+    _run(schedule, 0, proven=(), failed=[0])
+    assert not schedule.is_first
 
 
 def test_facts_must_cover_every_server() -> None:
@@ -176,7 +212,8 @@ class Run(RuleBasedStateMachine):
         self.schedule = RoundSchedule(NUM_SERVERS, every, backoff_steps=backoff, max_backoff_steps=8)
         self.step = 0
         self.commits: list[int] = []
-        self.was_proven: tuple[int, ...] = ()
+        self.begun: int | None = None
+        self.targets: tuple[int, ...] = ()
 
     @rule()
     def next_step(self) -> None:
@@ -193,17 +230,23 @@ class Run(RuleBasedStateMachine):
         assert self.schedule.proven == expected, "facts only withdraw, they never prove"
 
     @precondition(lambda self: self.schedule.is_due(self.step))
-    @rule(works=st.lists(st.booleans(), min_size=NUM_SERVERS, max_size=NUM_SERVERS))
-    def round(self, works: list[bool]) -> None:
-        targets = self.schedule.targets(self.step)
-        proven = [server for server in targets if works[server]]
-        self.schedule.finish(
-            self.step, proven=proven, failed=[server for server in targets if not works[server]]
-        )
-        assert self.schedule.proven == tuple(proven), "what a round proved is all that may be asked"
+    @rule()
+    def begin_round(self) -> None:
+        self.targets, self.begun = self.schedule.targets(self.step), self.step
+        self.schedule.begin(self.step)
         assert not self.schedule.pending
+
+    @precondition(lambda self: self.begun is not None)
+    @rule(works=st.lists(st.booleans(), min_size=NUM_SERVERS, max_size=NUM_SERVERS))
+    def finish_round(self, works: list[bool]) -> None:
+        proven = [server for server in self.targets if works[server]]
+        failed = [server for server in self.targets if not works[server]]
+        self.schedule.finish(self.step, proven=proven, failed=failed)
+        assert self.schedule.proven == tuple(proven), "what a round proved is all that may be asked"
         if proven:
-            self.commits.append(self.step)
+            assert self.begun is not None
+            self.commits.append(self.begun)
+        self.begun = None
 
     @invariant()
     def targets_are_never_servers_that_nobody_heard_of(self) -> None:
@@ -220,7 +263,9 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def with_proven_servers_a_round_is_never_overdue(self) -> None:
-        if self.schedule.proven and self.step - self.commits[-1] >= self.every:
+        if self.begun is not None:
+            assert not self.schedule.is_due(self.step), "one round at a time"
+        elif self.schedule.proven and self.step - self.commits[-1] >= self.every:
             assert self.schedule.is_due(self.step)
 
 

@@ -16,7 +16,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 from swift_stage2.weights.proof import RoundOrder, prove_server
-from swift_stage2.weights.push import BucketHandover, ServerPush
+from swift_stage2.weights.push import ServerPush
 from swift_stage2.weights.transport import ServerEndpoint
 
 AMPLE_S = 20.0
@@ -105,7 +105,7 @@ def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
         0,
         ServerEndpoint(server.url, 1),
         order(*names),
-        BucketHandover([0], Deadline(AMPLE_S), patience_s=AMPLE_S),
+        (),
         {},
         lambda info: Refusing(),
         distrusted=False,

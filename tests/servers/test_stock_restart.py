@@ -90,8 +90,8 @@ def test_a_loss_is_told_once_between_two_rounds() -> None:
     probe._look_for_lost()
     probe._look_for_lost()
     assert told == [1]
-    with probe.paused():
-        pass
+    probe.pause()
+    probe.go_on()
     probe._look_for_lost()
     assert told == [1, 1]
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ def probe() -> Iterator[SuspectProbe]:
     yield probe
     probe.stop()
     assert not probe._thread.is_alive()
+
+
+@contextmanager
+def paused(probe: SuspectProbe) -> Iterator[None]:
+    probe.pause()
+    yield
+    probe.go_on()
 
 
 def _json(body: Any, **answer: Any) -> Answer:
@@ -141,7 +149,7 @@ def test_an_answer_that_comes_after_the_watch_ended_counts_for_nothing(
     server.wait_until(lambda: len(server.calls) == 1)
     probe.watch([])
     go_on.set()
-    with probe.paused():  # waits for the question that is under way
+    with paused(probe):  # waits for the question that is under way
         assert probe.answering() == frozenset()
 
 
@@ -155,7 +163,7 @@ def test_nothing_is_asked_while_a_round_runs(
         ask(url)
         turned_away.append(url)
 
-    with probe.paused():
+    with paused(probe):
         monkeypatch.setattr(probe, "_ask", counted)
         probe.watch([server.url])
         _wait_until(lambda: len(turned_away) >= 3)
@@ -173,7 +181,7 @@ def test_a_round_waits_for_the_question_under_way_and_forgets_its_answer(
     began = threading.Event()
 
     def run_round() -> None:
-        with probe.paused():
+        with paused(probe):
             began.set()
             server.on_get = lambda call: Answer(status=500)
 
@@ -200,7 +208,7 @@ def test_a_question_that_outlasts_the_wait_for_it_goes_on_in_no_round(
     monkeypatch.setattr(probe, "_ask", lambda url: (ask(url), ended.append(url)))
     probe.watch([server.url])
     server.wait_until(lambda: len(server.calls) == 1)
-    with probe.paused():
+    with paused(probe):
         _wait_until(lambda: len(ended) >= 3)
         assert len(server.calls) == 1, "cut, and none was begun"
         assert probe.answering() == frozenset()
@@ -225,7 +233,7 @@ def test_a_loss_that_is_found_within_a_round_is_none(monkeypatch: pytest.MonkeyP
     )
     probe.start()
     assert looking.wait(LONGEST_WAIT_S)
-    with probe.paused():
+    with paused(probe):
         go_on.set()
         _wait_until(probe._asking.acquire)
         probe._asking.release()
@@ -242,7 +250,7 @@ def test_a_trusted_server_that_was_lost_is_told_until_a_round_ran(server: FakeRo
     probe.start()
     _wait_until(lambda: not answers)
     _wait_until(lambda: probe.lost() == {1})  # and it stays so, though the last answer names nobody
-    with probe.paused():
+    with paused(probe):
         assert probe.lost() == {1}
     assert probe.lost() == frozenset()
     probe.stop()
@@ -258,7 +266,7 @@ def test_nothing_is_looked_for_while_a_round_runs(
         look()
         turned_away.append(True)
 
-    with probe.paused():
+    with paused(probe):
         monkeypatch.setattr(probe, "_look_for_lost", counted)
         monkeypatch.setattr(probe, "_find_lost", lambda: (0,))
         _wait_until(lambda: len(turned_away) >= 3)
@@ -273,7 +281,7 @@ def test_other_ranks_ask_nobody(server: FakeRolloutServer) -> None:
     assert probe._thread.ident is None
     assert probe.answering() == frozenset()
     assert probe.lost() == frozenset()
-    with probe.paused():
+    with paused(probe):
         pass
     probe.stop()
     assert server.calls == []

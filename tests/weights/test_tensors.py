@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from swift_stage2.weights import tensors
 from swift_stage2.weights.tensors import (
-    BucketMemory,
-    PackedBucket,
+    CastMemory,
     WeightBucket,
     all_finite,
     checksum_tensor,
     checksum_tensors,
+    flatten,
 )
 
 
@@ -105,22 +105,17 @@ def test_finite_elements_whose_sum_overflows_are_finite() -> None:
     assert all_finite(torch.arange(3))
 
 
-def test_a_bucket_nobody_holds_gives_its_memory_to_the_next() -> None:
-    memory = BucketMemory()
-
-    def pack(value: float) -> PackedBucket:
-        return WeightBucket([("a", torch.full((64,), value))], memory).pack({})
-
-    first = pack(1.0)
-    address = first.flat.data_ptr()
-    second = pack(2.0)
-    assert second.flat.data_ptr() != address
-    assert first.flat.view(torch.float32).eq(1.0).all()
-    del first
-    third = pack(3.0)
-    assert third.flat.data_ptr() == address
-    assert third.flat.view(torch.float32).eq(3.0).all()
-    assert second.flat.view(torch.float32).eq(2.0).all()
+def test_memory_for_casts_is_kept_and_grows() -> None:
+    memory = CastMemory()
+    flat, (named,) = memory.cast([("a", torch.full((64,), 1.5))], [torch.bfloat16])
+    assert (flat.view(torch.bfloat16) == 1.5).all()
+    assert named[1].dtype == torch.bfloat16
+    address = flat.data_ptr()
+    smaller, _ = memory.cast([("b", torch.full((8,), 2.5))], [torch.float16])
+    assert smaller.data_ptr() == address
+    assert (smaller.view(torch.float16) == 2.5).all()
+    larger, _ = memory.cast([("c", torch.full((640,), 3.5))], [torch.float16])
+    assert (larger.view(torch.float16) == 3.5).all()
 
 
 def test_a_device_sums_as_the_host_does() -> None:
@@ -140,20 +135,19 @@ def test_tensors_of_several_devices_are_summed_where_they_lie() -> None:
         checksum_tensors([here, torch.empty(4, device="meta")])
 
 
-def test_two_pushes_that_pack_at_once_get_memory_of_their_own() -> None:
-    memory = BucketMemory()
+def test_two_pushes_that_pack_at_once_get_the_same_sums() -> None:
+    tensors = [(str(number), torch.randn(50)) for number in range(20)]
+    expected = {name: checksum_tensor(tensor.bfloat16()) for name, tensor in tensors}
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
+        for _ in range(50):
+            bucket = WeightBucket(tensors, flatten(tensors)[0])
 
-        def pack_many(value: int) -> bool:
-            for _ in range(500):
-                packed = WeightBucket([("a", torch.full((8,), value))], memory).pack({})
-                if not packed.flat.view(torch.int64).eq(value).all():
-                    return False
-            return True
+            def pack(bucket: WeightBucket = bucket) -> dict[str, str]:
+                return bucket.pack(dict.fromkeys(expected, "bfloat16"), CastMemory()).checksums
 
-        with ThreadPoolExecutor(2) as pool:
-            assert all(pool.map(pack_many, (1, 2)))
+            with ThreadPoolExecutor(2) as pool:
+                assert [each.result() for each in (pool.submit(pack), pool.submit(pack))] == [expected] * 2
     finally:
         sys.setswitchinterval(before)

@@ -11,8 +11,10 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.tensors import WeightBucket, checksum_tensor, flatten
+from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.tensors import CastMemory, PackedBucket, checksum_tensor, flatten
 
 
 @pytest.fixture
@@ -124,13 +126,25 @@ def test_adapters_that_are_no_plain_difference_are_refused(variant: str) -> None
         WeightExport(adapted)
 
 
+def _snapshot_of(module: nn.Module) -> Snapshot:
+    export = WeightExport(module)
+    snapshot = Snapshot(export.manifest())
+    for names in export.plan(1 << 18):
+        snapshot.put(export.read(names))
+    return snapshot
+
+
+def _pack(snapshot: Snapshot, dtypes: dict[str, str] | None = None) -> list[PackedBucket]:
+    return [bucket.pack(dtypes or {}, CastMemory()) for bucket in snapshot.buckets(1 << 18)]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(model: Any, value: float) -> None:
     name = "model.language_model.layers.2.mlp.down_proj.weight"
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] = value
     with pytest.raises(WeightSyncError, match=f"tensor={name}; lower the learning rate"):
-        _exported(model)
+        _pack(_snapshot_of(model))
 
 
 def test_an_adapter_that_is_not_finite_is_found_in_the_merged_weight(model: Any) -> None:
@@ -141,14 +155,26 @@ def test_an_adapter_that_is_not_finite_is_found_in_the_merged_weight(model: Any)
     with pytest.raises(
         WeightSyncError, match=r"tensor=model\.language_model\.layers\.1\.self_attn\.q_proj\.weight"
     ):
-        _exported(adapted)
+        _pack(_snapshot_of(adapted))
+
+
+def test_a_snapshot_keeps_what_training_changes_afterwards(model: Any) -> None:
+    before = {name: tensor.clone() for name, tensor in _state(model).items()}
+    snapshot = _snapshot_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    arrived: dict[str, torch.Tensor] = {}
+    for packed in _pack(snapshot):
+        arrived |= _read(packed.flat, packed.metadata)
+    assert arrived.keys() == before.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in before.items())
 
 
 def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
-    pushed = _pushed(model)[:5]
-    first, second = [name for name, _ in pushed][:2]
-    bucket = WeightBucket(pushed)
-    packed = bucket.pack({first: "bfloat16", second: "float16"})
+    snapshot = _snapshot_of(model)
+    first, second = list(_pack(snapshot)[1].checksums)[:2]
+    packed = _pack(snapshot, {first: "bfloat16", second: "float16"})[1]
     arrived, state = _read(packed.flat, packed.metadata), _state(model)
     assert torch.equal(arrived[first], state[first].bfloat16())
     assert torch.equal(arrived[second], state[second].half())
@@ -158,12 +184,13 @@ def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
     assert packed.checksums == {name: checksum_tensor(tensor) for name, tensor in arrived.items()}
 
 
-def test_a_bucket_is_packed_once_for_all_servers_that_want_the_same_dtypes(model: Any) -> None:
-    pushed = _pushed(model)[:2]
-    bucket = WeightBucket(pushed)
-    own = bucket.pack({})
-    assert bucket.pack({name: "float32" for name, _ in pushed}) is own
-    half = bucket.pack({name: "bfloat16" for name, _ in pushed})
+def test_servers_with_the_learners_dtypes_are_sent_the_snapshot_itself(model: Any) -> None:
+    bucket = _snapshot_of(model).buckets(1 << 18)[0]
+    own = bucket.pack({}, CastMemory())
+    again = bucket.pack(dict.fromkeys(own.checksums, "float32"), CastMemory())
+    assert again.flat.data_ptr() == own.flat.data_ptr()
+    assert again.checksums is own.checksums, "summed once"
+    half = bucket.pack(dict.fromkeys(own.checksums, "bfloat16"), CastMemory())
     assert half.flat.numel() * 2 == own.flat.numel()
     assert half.checksums != own.checksums
 
@@ -204,7 +231,8 @@ def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch
         dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
         piece = bytearray(content[entry["start_idx"] : entry["end_idx"]])
         assert len(piece) == entry["numel"]
-        tensors[entry["name"]] = torch.frombuffer(piece, dtype=dtype).reshape(entry["shape"])
+        flat_piece = torch.frombuffer(piece, dtype=dtype) if piece else torch.empty(0, dtype=dtype)
+        tensors[entry["name"]] = flat_piece.reshape(entry["shape"])
     return tensors
 
 
@@ -230,14 +258,35 @@ def test_a_bucket_is_read_back_from_its_bytes() -> None:
 
 def test_every_tensor_of_the_model_survives_the_way_through_buckets(model: Any) -> None:
     arrived: dict[str, torch.Tensor] = {}
-    sizes = []
-    export = WeightExport(model)
-    for names in export.plan(max_bytes=1 << 18):
-        flat, metadata = flatten(export.read(names))
-        sizes.append((len(names), flat.numel()))
-        arrived |= _read(flat, metadata)
+    packed = _pack(_snapshot_of(model))
+    for each in packed:
+        arrived |= _read(each.flat, each.metadata)
+    sizes = [(len(each.metadata), each.flat.numel()) for each in packed]
     assert len(sizes) > 5
     assert all(num_bytes <= 1 << 18 or count == 1 for count, num_bytes in sizes)
     state = _state(model)
     assert arrived.keys() == state.keys()
     assert all(torch.equal(arrived[name], tensor) for name, tensor in state.items())
+
+
+def test_tensors_of_all_item_sizes_lie_where_their_views_may_begin() -> None:
+    tensors = {
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "half": torch.randn(3, 1).bfloat16(),
+        "nothing": torch.empty(0, 4),
+        "number": torch.tensor(7, dtype=torch.int64),
+        "float": torch.randn(5).t(),
+    }
+    specs = [
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    ]
+    snapshot = Snapshot(specs)
+    snapshot.put(tensors.items())
+    assert snapshot.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    for max_bytes, num_buckets in ((1, 5), (10, 3), (100, 1)):
+        buckets = [bucket.pack({}, CastMemory()) for bucket in snapshot.buckets(max_bytes)]
+        assert len(buckets) == num_buckets
+        read = {name: tensor for each in buckets for name, tensor in _read(each.flat, each.metadata).items()}
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert Snapshot(()).buckets(1) == ()

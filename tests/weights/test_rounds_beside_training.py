@@ -1,4 +1,4 @@
-"""One export for all servers: a slow, dead or hanging push, and an export that fails in the middle."""
+"""Rounds beside training: one snapshot for all servers; a slow, dead or hanging push; an export that fails."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
+from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import sync_round as weight_sync
@@ -85,8 +86,8 @@ class Round:
         }
         self.make_transport = lambda info: by_push[threading.current_thread().name]
 
-    def run(self, timeout_s: float = LIMIT_S) -> Any:
-        sync = WeightSync(
+    def sync(self, timeout_s: float = LIMIT_S) -> WeightSync:
+        return WeightSync(
             [ServerEndpoint(server.url, 51216) for server in self.servers],
             control=SingleRank(),
             export=self.export,
@@ -96,7 +97,19 @@ class Round:
             timeout_s=timeout_s,
             bucket_mib=1,
         )
-        return sync.run(1, list(range(len(self.servers))))
+
+    def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
+        return self.sync(timeout_s).run(1, list(range(len(self.servers))))
+
+    def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module:
+                parameter.add_(100.0)
+
+
+def firsts(transport: Transport) -> list[float]:
+    """The first element of every bucket that was sent."""
+    return [flat.view(torch.float32)[0].item() for flat in transport.sent]
 
 
 @pytest.fixture
@@ -111,21 +124,39 @@ def servers() -> Iterator[list[FakeRolloutServer]]:
 def at_once(number: int) -> None: ...
 
 
-def test_weights_are_read_once_for_all_servers_and_packed_once(servers: list[FakeRolloutServer]) -> None:
+def test_weights_are_read_once_for_all_servers_and_sent_from_one_memory(
+    servers: list[FakeRolloutServer],
+) -> None:
     round_ = Round(servers, at_once, at_once)
     outcome = round_.run()
     assert outcome.proven == (0, 1)
     assert round_.export.read_names == [str(n) for n in range(NUM_BUCKETS)]
-    first, second = (transport.sent for transport in round_.transports)
-    assert round_.transports[0].addresses == round_.transports[1].addresses
-    assert [flat.view(torch.float32)[0].item() for flat in first] == [0.0, 1.0, 2.0, 3.0]
-    assert all(one.equal(other) for one, other in zip(first, second, strict=True))
+    first, second = round_.transports
+    assert first.addresses == second.addresses
+    assert firsts(first) == firsts(second) == [0.0, 1.0, 2.0, 3.0]
     assert outcome.snapshot_seconds > 0
     for report in outcome.reports.values():
         assert report.num_bytes == NUM_BUCKETS << 20
-        assert set(report.seconds) == {
-            "begin", "connect", "wait", "pack", "push", "acknowledge", "prove",
-        }  # fmt: skip
+        assert set(report.seconds) == {"begin", "connect", "pack", "push", "acknowledge", "prove"}
+
+
+def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_the_beginning(
+    servers: list[FakeRolloutServer],
+) -> None:
+    let_go = threading.Event()
+    round_ = Round(servers[:1], lambda number: let_go.wait(LIMIT_S))
+    sync = round_.sync()
+    for version in (1, 2):
+        let_go.clear()
+        round_.transports[0].sent.clear()
+        sync.begin(version, [0])
+        round_.train()
+        assert not sync.has_ended
+        let_go.set()
+        outcome = sync.finish()
+        assert not sync.has_ended
+        assert (outcome.version, outcome.proven) == (version, (0,))
+        assert firsts(round_.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
 
 
 def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[FakeRolloutServer]) -> None:
@@ -136,60 +167,24 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
     round_ = Round(servers, at_once, die_at_the_second)
     outcome = round_.run()
     assert (outcome.proven, outcome.failed) == ((0,), (1,))
-    assert "was lost while weights were sent" in outcome.reports[1].error
+    assert "was lost while weights were sent" in (outcome.reports[1].error or "")
     assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS, 1]
     assert [transport.closed for transport in round_.transports] == [False, True]
 
 
-def test_once_every_server_is_lost_nothing_more_is_read(servers: list[FakeRolloutServer]) -> None:
-    def die(number: int) -> None:
-        raise ServerFault("lost")
-
-    round_ = Round(servers, die, die)
-    assert round_.run().failed == (0, 1)
-    assert len(round_.export.read_names) < NUM_BUCKETS
-
-
-def test_a_slow_server_is_left_behind_and_the_other_is_proven(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slow one goes on only when the other has been asked its canary: it cannot have held it up till the end."""
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_ONE", 0.01)
+def test_a_slow_server_holds_up_no_other(servers: list[FakeRolloutServer]) -> None:
+    """The slow one goes on only when the other has been asked its canary, which has everything by then."""
     other_is_through = threading.Event()
     servers[0].on_infer = lambda call: (other_is_through.set(), outputs([ONE_TOKEN]))[1]
-    round_ = Round(servers, at_once, lambda number: other_is_through.wait(LIMIT_S))
-    outcome = round_.run()
-    assert other_is_through.is_set()
-    assert (outcome.proven, outcome.failed) == ((0,), (1,))
-    assert "kept faster servers waiting" in outcome.reports[1].error
-    assert servers[1].url in outcome.reports[1].error
-    assert len(round_.transports[1].sent) == 1
 
+    def wait_for_the_other(number: int) -> None:
+        assert other_is_through.wait(LIMIT_S)
 
-def test_one_slow_server_alone_is_waited_for(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The producer holds the third bucket before the first is sent; nobody else waits, so patience never ends."""
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_ONE", 0.0)
-    third_is_read = threading.Event()
-
-    def wait_for_the_third(number: int) -> None:
-        assert third_is_read.wait(LIMIT_S)
-
-    round_ = Round(servers[:1], wait_for_the_third)
-    read = round_.export.read
-
-    def reading(names: Sequence[str]) -> Any:
-        if names == ("2",):
-            third_is_read.set()
-        return read(names)
-
-    monkeypatch.setattr(round_.export, "read", reading)
-    assert round_.run().proven == (0,)
+    assert Round(servers, at_once, wait_for_the_other).run().proven == (0, 1)
 
 
 @pytest.mark.parametrize("bad", range(NUM_BUCKETS))
-def test_an_export_that_fails_in_any_bucket_ends_every_push_and_names_the_tensor(
+def test_weights_that_are_not_finite_end_every_push_and_are_named(
     servers: list[FakeRolloutServer], bad: int
 ) -> None:
     round_ = Round(servers, at_once, at_once)
@@ -197,22 +192,41 @@ def test_an_export_that_fails_in_any_bucket_ends_every_push_and_names_the_tensor
         round_.module[bad][3, 3] = float("nan")
     with pytest.raises(WeightSyncError, match=f"weights must be finite .* tensor={bad}"):
         round_.run()
-    assert len(round_.export.read_names) == bad + 1
     for server, transport in zip(servers, round_.transports, strict=True):
-        assert len(transport.sent) <= bad
+        assert len(transport.sent) == bad
         assert transport.closed
         assert protocol.PROCESS_WEIGHTS not in [call.path for call in server.calls]
 
 
-def test_a_push_that_hangs_is_named_and_the_other_got_everything(
+def test_an_export_that_fails_is_told_when_the_round_finishes_and_no_server_is_asked(
     servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_ONE", 0.01)
+    round_ = Round(servers, at_once, at_once)
+
+    def fail(names: Sequence[str]) -> Any:
+        raise RuntimeError("no memory to merge")
+
+    monkeypatch.setattr(round_.export, "read", fail)
+    sync = round_.sync()
+    sync.begin(1, [0, 1])
+    assert sync.has_ended
+    with pytest.raises(WeightSyncError, match="copying the weights failed: RuntimeError: no memory to merge"):
+        sync.finish()
+    assert [server.calls for server in servers] == [[], []]
+    assert not sync.has_ended
+
+
+def test_a_push_that_hangs_is_named_and_the_other_got_everything(
+    servers: list[FakeRolloutServer],
+) -> None:
     let_go = threading.Event()
     round_ = Round(servers, at_once, lambda number: let_go.wait(LIMIT_S))
+    sync = round_.sync(timeout_s=2.0)
     try:
+        sync.begin(1, [0, 1])
+        assert not sync.has_ended
         with pytest.raises(WeightSyncHang) as caught:
-            round_.run(timeout_s=6.0)
+            sync.finish()
         assert servers[1].url in str(caught.value)
         assert servers[0].url not in str(caught.value)
         assert len(round_.transports[0].sent) == NUM_BUCKETS
@@ -221,16 +235,24 @@ def test_a_push_that_hangs_is_named_and_the_other_got_everything(
         let_go.set()
 
 
-def test_an_export_that_takes_the_rounds_time_is_the_learners_fault(
+def test_a_run_that_ends_gives_a_round_that_runs_some_time_and_then_closes_what_it_holds(
     servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    round_ = Round(servers, at_once, at_once)
-    read, never = round_.export.read, threading.Event()
+    monkeypatch.setattr(weight_sync, "_LAST_ROUND_S", 0.0)
+    monkeypatch.setattr(weight_sync, "_LEAST_WAIT_S", 0.1)
+    stuck, let_go = threading.Event(), threading.Event()
+    round_ = Round(servers[:1], lambda number: (stuck.set(), let_go.wait(LIMIT_S)))
+    sync = round_.sync()
+    sync.begin(1, [0])
+    try:
+        assert stuck.wait(LIMIT_S)
+        sync.close()
+        assert round_.transports[0].closed
+        assert not sync.has_ended
+    finally:
+        let_go.set()
 
-    def slowly(names: Sequence[str]) -> Any:
-        never.wait(1.0)  # longer than the 0.8 s that calls have
-        return read(names)
 
-    monkeypatch.setattr(round_.export, "read", slowly)
-    with pytest.raises(WeightSyncError, match=r"rollout\.sync\.timeout_s=1, got .* raise it"):
-        round_.run(timeout_s=1.0)
+def test_a_round_that_nobody_began_cannot_finish(servers: list[FakeRolloutServer]) -> None:
+    with pytest.raises(RuntimeError, match="a round must begin"):
+        Round(servers, at_once, at_once).sync().finish()
