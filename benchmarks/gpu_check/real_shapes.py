@@ -27,8 +27,7 @@ from benchmarks.tiny_model import (
     save_model,
 )
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import Snapshot
-from swift_stage2.weights.tensors import CastMemory
+from swift_stage2.weights.snapshot import CastMemory, Snapshot
 
 _ROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
 _VISION = {

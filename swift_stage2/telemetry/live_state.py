@@ -160,7 +160,7 @@ class LiveTracker:
             version=record["version"],
             version_lag=before.version_lag if lag is None else lag,
             round_pending=record["round_pending"],
-            round_in_transfer=record["round_in_transfer"],
+            round_in_transfer=record.get("round_in_transfer", False),
             rollouts_per_s=self._rate(record["time"]),
         )
 

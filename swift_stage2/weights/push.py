@@ -19,7 +19,8 @@ from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
-from swift_stage2.weights.tensors import CastMemory, WeightBucket, agreed_manifest
+from swift_stage2.weights.snapshot import CastMemory, WeightBucket
+from swift_stage2.weights.tensors import agreed_manifest
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 logger = logging.getLogger(__name__)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import WeightBucket
+from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, flatten
 
 
 class Snapshot:
@@ -47,3 +50,70 @@ class Snapshot:
             bucket.append((name, tensor))
             end += tensor.nbytes
         return (*buckets, WeightBucket(bucket, self._flat[start:end])) if bucket else tuple(buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBucket:
+    """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
+
+    flat: torch.Tensor  # uint8, one dimension
+    metadata: list[dict[str, object]]
+    checksums: dict[str, str]
+
+
+class WeightBucket:
+    """Named tensors of the learner's own dtypes that lie one behind the other in ``flat``, which nobody changes."""
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], flat: torch.Tensor) -> None:
+        self._tensors = tuple(tensors)
+        self._flat = flat
+        self._lock = threading.Lock()
+        self._known: dict[tuple[torch.dtype, ...], dict[str, str]] = {}  # checksums
+
+    def pack(self, dtypes: Mapping[str, str], memory: CastMemory) -> PackedBucket:
+        """The bucket in the dtypes named for its tensors (default: their own), cast into ``memory`` if it must be.
+
+        Raises:
+            WeightSyncError: a tensor is not finite.
+        """
+        wanted = tuple(
+            getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self._tensors
+        )
+        own = tuple(tensor.dtype for _, tensor in self._tensors)
+        flat, tensors = self._flat, self._tensors
+        if wanted != own:
+            flat, tensors = memory.cast(self._tensors, wanted)
+        with self._lock:  # whoever comes second needs the same sums
+            if not self._known:
+                _require_finite(self._tensors)
+            if wanted not in self._known:
+                sums = checksum_tensors([tensor for _, tensor in tensors])
+                self._known[wanted] = {name: each for (name, _), each in zip(tensors, sums, strict=True)}
+            checksums = self._known[wanted]
+        return PackedBucket(flat, describe_flat(tensors), checksums)
+
+
+class CastMemory:
+    """Keeps one push's memory for casts from bucket to bucket: new pages cost several times what a copy does."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def cast(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype]
+    ) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
+        """One uint8 tensor, valid until the next call, and the tensors in ``dtypes``."""
+        cast = tuple((name, tensor.to(dtype)) for (name, tensor), dtype in zip(tensors, dtypes, strict=True))
+        num_bytes = sum(tensor.nbytes for _, tensor in cast)
+        if self._kept.numel() < num_bytes:
+            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return flatten(cast, self._kept[:num_bytes])[0], cast
+
+
+def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if not all_finite(tensor):
+            raise WeightSyncError(
+                f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
+                "lower the learning rate or resume from an earlier checkpoint"
+            )

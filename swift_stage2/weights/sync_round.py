@@ -44,7 +44,7 @@ _MIB = 1 << 20
 
 
 @dataclass(slots=True)
-class _Round:
+class _Transfer:
     """On rank 0, from ``begin`` to ``finish``."""
 
     version: int
@@ -106,7 +106,7 @@ class WeightSync:
         self._distrusted: set[int] = set()
         self._heap = HeapTrim()
         self._snapshot: Snapshot | None = None
-        self._round: _Round | None = None
+        self._round: _Transfer | None = None
         self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
@@ -124,7 +124,7 @@ class WeightSync:
             if self._control.rank > 0:
                 self._help()
                 return
-            round_ = self._round = _Round(version)
+            round_ = self._round = _Transfer(version)
             try:
                 self._begin_rank_zero(round_, targets)
             except Exception as error:  # rank 0 must reach ``finish`` whatever happens
@@ -193,7 +193,7 @@ class WeightSync:
                 raise
             raise WeightSyncHang(words) from error
 
-    def _begin_rank_zero(self, round_: _Round, targets: Sequence[int]) -> None:
+    def _begin_rank_zero(self, round_: _Transfer, targets: Sequence[int]) -> None:
         round_.end = time.monotonic() + self._timeout_s
         began = time.perf_counter()
         with self._span("canary"):

@@ -1,22 +1,20 @@
 """Sums, casts and flattens tensors on their way to the servers.
 
 Learner and server take the same checksum on any device: order-sensitive, one pass without large temporaries, and
-never a defence against an adversary. A bucket is summed once for each set of dtypes that servers hold.
+never a defence against an adversary.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers.protocol import TensorSpec
 
 _WORD_BYTES = 4
@@ -49,16 +47,12 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[str]:
     for tensor in tensors:
         if batch and (
             tensor.device != batch[0].device
-            or sum(map(_num_bytes, batch)) + _num_bytes(tensor) > _BATCH_BYTES
+            or sum(each.nbytes for each in batch) + tensor.nbytes > _BATCH_BYTES
         ):
             sums += _checksum_batch(batch)
             batch = []
         batch.append(tensor)
     return sums + _checksum_batch(batch)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _checksum_batch(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -78,7 +72,7 @@ def _checksum_batch(tensors: Sequence[torch.Tensor]) -> list[str]:
         totals[index][0] += plain
         totals[index][1] += weighted
     return [
-        f"{str(tensor.dtype).removeprefix('torch.')}:{_num_bytes(tensor)}:"
+        f"{str(tensor.dtype).removeprefix('torch.')}:{tensor.nbytes}:"
         f"{plain % _MODULUS:016x}:{weighted % _MODULUS:016x}"
         for tensor, (plain, weighted) in zip(tensors, totals, strict=True)
     ]
@@ -142,73 +136,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-@dataclass(frozen=True, slots=True)
-class PackedBucket:
-    """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
-
-    flat: torch.Tensor  # uint8, one dimension
-    metadata: list[dict[str, object]]
-    checksums: dict[str, str]
-
-
-class WeightBucket:
-    """Named tensors of the learner's own dtypes that lie one behind the other in ``flat``, which nobody changes."""
-
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], flat: torch.Tensor) -> None:
-        self._tensors = tuple(tensors)
-        self._flat = flat
-        self._lock = threading.Lock()
-        self._known: dict[tuple[torch.dtype, ...], dict[str, str]] = {}  # checksums
-
-    def pack(self, dtypes: Mapping[str, str], memory: CastMemory) -> PackedBucket:
-        """The bucket in the dtypes named for its tensors (default: their own), cast into ``memory`` if it must be.
-
-        Raises:
-            WeightSyncError: a tensor is not finite.
-        """
-        wanted = tuple(
-            getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self._tensors
-        )
-        own = tuple(tensor.dtype for _, tensor in self._tensors)
-        flat, tensors = self._flat, self._tensors
-        if wanted != own:
-            flat, tensors = memory.cast(self._tensors, wanted)
-        with self._lock:  # whoever comes second needs the same sums
-            if not self._known:
-                _require_finite(self._tensors)
-            if wanted not in self._known:
-                sums = checksum_tensors([tensor for _, tensor in tensors])
-                self._known[wanted] = {name: each for (name, _), each in zip(tensors, sums, strict=True)}
-            checksums = self._known[wanted]
-        return PackedBucket(flat, describe_flat(tensors), checksums)
-
-
-class CastMemory:
-    """Keeps one push's memory for casts from bucket to bucket: new pages cost several times what a copy does."""
-
-    def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
-
-    def cast(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
-        """One uint8 tensor, valid until the next call, and the tensors in ``dtypes``."""
-        cast = tuple((name, tensor.to(dtype)) for (name, tensor), dtype in zip(tensors, dtypes, strict=True))
-        num_bytes = sum(map(_num_bytes, (tensor for _, tensor in cast)))
-        if self._kept.numel() < num_bytes:
-            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
-        return flatten(cast, self._kept[:num_bytes])[0], cast
-
-
-def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in tensors:
-        if not all_finite(tensor):
-            raise WeightSyncError(
-                f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
-                "lower the learning rate or resume from an earlier checkpoint"
-            )
-
-
 def flatten(
     bucket: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, list[dict[str, object]]]:
@@ -225,7 +152,7 @@ def describe_flat(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, 
     metadata: list[dict[str, object]] = []
     start = 0
     for name, tensor in bucket:
-        end = start + _num_bytes(tensor)
+        end = start + tensor.nbytes
         metadata.append(
             {
                 "name": name,

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.weights import tensors
+from swift_stage2.weights.snapshot import CastMemory, WeightBucket
 from swift_stage2.weights.tensors import (
-    CastMemory,
-    WeightBucket,
     all_finite,
     checksum_tensor,
     checksum_tensors,

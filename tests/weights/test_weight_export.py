@@ -13,8 +13,8 @@ from torch import nn
 from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import Snapshot
-from swift_stage2.weights.tensors import CastMemory, PackedBucket, checksum_tensor, flatten
+from swift_stage2.weights.snapshot import CastMemory, PackedBucket, Snapshot
+from swift_stage2.weights.tensors import checksum_tensor, flatten
 
 
 @pytest.fixture
