@@ -25,7 +25,7 @@ from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.reading import read_audit
 
-_PHASES = ("push", "acknowledge", "prove")
+_PHASES = ("canary", "snapshot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class PendingArm:
     steps_pending: list[int]
     """The same in optimizer steps: 0 when nothing was in flight."""
     pauses: list[dict[str, float]]
-    """The main thread's pause of each of these rounds: phases of the push, ``total``."""
+    """The main thread's pause of each of these rounds: canary, snapshot, ``total``; and the whole ``round``."""
     num_aborted: int
     num_rollouts: int
     num_b_wanted: int
@@ -90,6 +90,7 @@ def pending_table(arms: Sequence[PendingArm]) -> ResultTable:
                 f"pause, {phase}, s": _spread([pause[phase] for arm in mine for pause in arm.pauses])
                 for phase in (*_PHASES, "total")
             },
+            "round, s": _spread([pause["round"] for arm in mine for pause in arm.pauses]),
             "rollouts aborted / made": f"{_sum(mine, 'num_aborted')} / {_sum(mine, 'num_rollouts')}",
             "B steps run / wanted": f"{_sum(mine, 'num_b_run')} / {_sum(mine, 'num_b_wanted')}",
         }
@@ -101,8 +102,8 @@ def pending_table(arms: Sequence[PendingArm]) -> ResultTable:
 
 
 def _pause(record: dict[str, Any]) -> dict[str, float]:
-    (report,) = record["servers"].values()
-    return {**{phase: report["seconds"].get(phase, 0.0) for phase in _PHASES}, "total": record["seconds"]}
+    phases = {phase: float(record[f"{phase}_seconds"]) for phase in _PHASES}
+    return {**phases, "total": sum(phases.values()), "round": record["seconds"]}
 
 
 def _sum(arms: Sequence[PendingArm], name: str) -> int:

@@ -282,7 +282,9 @@ class RoundOutcome:
     reports: dict[int, ServerReport] = field(default_factory=dict)
     learner_fault: str | None = None
     hung: str | None = None
-    seconds: float = 0.0
+    seconds: float = (
+        0.0  # from its beginning until all ranks heard of its end: nothing was asked of its servers
+    )
     canary_seconds: float = 0.0
     snapshot_seconds: float = 0.0  # gathering, merging and copying the weights; once for all servers
 

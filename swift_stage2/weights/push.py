@@ -68,7 +68,6 @@ class ServerPush(threading.Thread):
         self._incarnation: str | None = None
         self.report: ServerReport | None = None
         self.learner_fault: str | None = None
-        self.ended_at = 0.0  # monotonic
         self.finished = threading.Event()
 
     def run(self) -> None:
@@ -84,7 +83,6 @@ class ServerPush(threading.Thread):
             self._drop_transport()
             self.learner_fault = describe_fault("the push of the learner's weights", error)
         finally:
-            self.ended_at = time.monotonic()
             self.finished.set()
 
     def _transfer(self, session: ServerSession) -> None:

@@ -281,7 +281,7 @@ class WeightSync:
             round_.version,
             reports={push.server: push.report for push in round_.pushes if push.report is not None},
             learner_fault=round_.learner_fault or next(faults, None),
-            seconds=max((push.ended_at for push in round_.pushes), default=round_.started) - round_.started,
+            seconds=time.monotonic() - round_.started,
             canary_seconds=round_.canary_seconds,
             snapshot_seconds=round_.snapshot_seconds,
         )

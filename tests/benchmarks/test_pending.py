@@ -13,14 +13,14 @@ def _step(step: int, *, pending: bool = False, wants_b: bool = False, channel: s
     return {"kind": "step", "step": step, "round_pending": pending, "wants_b": wants_b, "channel": channel}
 
 
-def _round(step: int, pending_seconds: float, push: float) -> dict[str, Any]:
-    report = {"seconds": {"push": push, "acknowledge": 0.2, "prove": 0.3}}
+def _round(step: int, pending_seconds: float, snapshot: float) -> dict[str, Any]:
     return {
         "kind": "round",
         "step": step,
         "pending_seconds": pending_seconds,
         "seconds": 1.0,
-        "servers": {"0": report},
+        "canary_seconds": 0.5,
+        "snapshot_seconds": snapshot,
     }
 
 
@@ -43,8 +43,9 @@ def test_waits_pauses_and_aborts_come_from_the_audit_without_the_first_round() -
     arm = arm_of("abort", RECORDS)
     assert arm.pending == [2.5, 0.0]
     assert arm.steps_pending == [2, 0]
-    assert [pause["push"] for pause in arm.pauses] == [0.1, 0.2]
-    assert {pause["total"] for pause in arm.pauses} == {1.0}
+    assert [pause["snapshot"] for pause in arm.pauses] == [0.1, 0.2]
+    assert [pause["total"] for pause in arm.pauses] == [0.6, 0.7]
+    assert {pause["round"] for pause in arm.pauses} == {1.0}
     assert (arm.num_aborted, arm.num_rollouts) == (3, 13)
     assert (arm.num_b_run, arm.num_b_wanted) == (1, 2)
 
