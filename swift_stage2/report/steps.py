@@ -279,7 +279,7 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
     chart = Chart(
         key="rounds",
         title="Seconds of a round, by phase",
-        description="Each phase of the slowest server, the canary and the snapshot; they overlap, so they do not add up.",
+        description="Canary, snapshot, and each phase of the slowest server; they overlap, so they do not add up.",
         x_title="step",
         y_title="seconds",
         series=tuple(series_of(phase, Mark.LINE, thinned(points)) for phase, points in by_phase.items()),
