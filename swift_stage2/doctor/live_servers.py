@@ -36,12 +36,14 @@ from swift_stage2.doctor.server_identity import (
     is_unproven,
 )
 from swift_stage2.errors import ServerFault, WeightSyncHang
+from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.process.ports import is_here
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.snapshot import snapshot_bytes
 from swift_stage2.weights.sync_round import WeightSync
 
 _NUM_PROMPTS = 3
@@ -206,7 +208,17 @@ class LiveServers:
         manifest = WeightExport(module).manifest()
         dtypes = ", ".join(sorted({spec.dtype for spec in manifest}))
         device = next(module.parameters()).device
-        return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
+        size, room = snapshot_bytes(manifest), available_memory_bytes()
+        if size > room:
+            return failed(
+                f"rank 0 keeps a copy of the weights in main memory: {size / 1e9:.1f} of {room / 1e9:.1f} GB available",
+                "give the machine or container of rank 0 more main memory",
+            )
+        return ok(
+            f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}; rank 0 keeps a copy of "
+            f"{size / 1e9:.2g} GB in main memory",
+            module,
+        )
 
     def _make_sync(self, module: nn.Module) -> Outcome[WeightSync]:
         """The doctor's own run, whose rounds go to one server at a time."""

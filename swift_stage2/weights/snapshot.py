@@ -10,18 +10,34 @@ from dataclasses import dataclass
 import torch
 
 from swift_stage2.errors import WeightSyncError
+from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, flatten
+
+
+def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:
+    """Main memory that a snapshot of these tensors takes."""
+    return sum(map(_spec_bytes, manifest))
+
+
+def _spec_bytes(spec: TensorSpec) -> int:
+    itemsize: int = getattr(torch, spec.dtype).itemsize
+    return itemsize * math.prod(spec.shape)
 
 
 class Snapshot:
     """Memory for every tensor of one manifest, in the learner's own dtypes; kept and filled anew for each round."""
 
     def __init__(self, manifest: Sequence[TensorSpec], *, pinned: bool = False) -> None:
-        """``pinned``: a GPU copies straight into it."""
+        """``pinned``: a GPU copies straight into it.
+
+        Raises:
+            WeightSyncError: main memory has no room for it.
+        """
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
         by_size = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        sizes = [getattr(torch, spec.dtype).itemsize * math.prod(spec.shape) for spec in by_size]
+        sizes = [_spec_bytes(spec) for spec in by_size]
+        _require_room(sum(sizes))
         self._flat = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         self._tensors = {
             spec.name: part.view(getattr(torch, spec.dtype)).reshape(spec.shape)
@@ -108,6 +124,15 @@ class CastMemory:
         if self._kept.numel() < num_bytes:
             self._kept = torch.empty(num_bytes, dtype=torch.uint8)
         return flatten(cast, self._kept[:num_bytes])[0], cast
+
+
+def _require_room(num_bytes: int) -> None:
+    available = available_memory_bytes()
+    if num_bytes > available:
+        raise WeightSyncError(
+            f"rank 0 keeps a copy of the weights in main memory, got {num_bytes / 1e9:.1f} GB of weights and "
+            f"{available / 1e9:.1f} GB available; give its machine or container more, or train a smaller model"
+        )
 
 
 def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
