@@ -219,7 +219,7 @@ class Learner:
             b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
             return  # stays pending; training goes on
         targets = b.rounds.targets(step)
-        b.rounds.begin(step)
+        b.rounds.begin()
         if not targets:
             b.rounds.finish(step, proven=(), failed=())
             self._pending_since = None

@@ -148,7 +148,10 @@ def trained_steps(records: RankRecords) -> list[TrainedStep]:
             channel=mine["channel"],
             seconds=_spent(following, Activity.BUSY, Activity.WAITING),
             is_quiet=not (
-                mine["infer_in_flight"] or following["infer_in_flight"] or _spent(following, Activity.SYNCING)
+                mine["infer_in_flight"]
+                or following["infer_in_flight"]
+                or mine.get("round_in_transfer")
+                or _spent(following, Activity.SYNCING)
             ),
         )
         for mine, following in pairwise(steps)

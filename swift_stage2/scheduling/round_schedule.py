@@ -35,11 +35,11 @@ class RoundSchedule:
         self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
-        self._begun_step: int | None = None
         self._has_finished_one = False
+        self.in_transfer = False
         self.pending = False
         self.last_commit_step: int | None = None
-        """The step whose weights the newest proven round carried."""
+        """The step after whose packs the newest proven version began."""
 
     @property
     def proven(self) -> tuple[int, ...]:
@@ -50,11 +50,6 @@ class RoundSchedule:
     def suspects(self) -> tuple[int, ...]:
         """Servers that failed and wait for a round to prove them again."""
         return self._in_state(ServerState.SUSPECT)
-
-    @property
-    def in_transfer(self) -> bool:
-        """Whether a round has begun and not finished."""
-        return self._begun_step is not None
 
     @property
     def is_first(self) -> bool:
@@ -99,14 +94,13 @@ class RoundSchedule:
             if state is not ServerState.SUSPECT or self._may_retry(server, step)
         )
 
-    def begin(self, step: int) -> None:
-        """A round with the weights of ``step`` begins; ``step`` itself has not trained."""
-        self.pending, self._begun_step = False, step
+    def begin(self) -> None:
+        """A round begins, with the weights of this moment."""
+        self.pending, self.in_transfer = False, True
 
     def finish(self, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
         """Ends a round. With nothing proven nothing is pending: only ``answers again`` makes a retry due."""
-        begun_step, self._begun_step = self._begun_step, None
-        self._has_finished_one = True
+        self.in_transfer, self._has_finished_one = False, True
         proven = tuple(proven)
         for server in proven:
             self._states[server] = ServerState.PROVEN
@@ -115,7 +109,8 @@ class RoundSchedule:
         for server in failed:
             self._suspect(server, step)
         if proven:
-            self.last_commit_step = begun_step
+            # Not the step at which it began: a slow transfer would leave servers no time to be asked.
+            self.last_commit_step = step
 
     def _may_retry(self, server: int, step: int) -> bool:
         return self._answers_again[server] and step >= self._retry_step[server]

@@ -107,6 +107,7 @@ class SuspectProbe:
             self._answering = frozenset()
             self._lost = frozenset()
             self._is_paused = False
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Ends the thread within a few seconds. May be called again."""
@@ -124,7 +125,7 @@ class SuspectProbe:
                     return
                 waiting = [url for url in self._watched if url not in self._answering]
             looks: list[Callable[[], None]] = [partial(self._ask, url) for url in waiting]
-            for look in (*looks, self._look_for_lost):
+            for look in (self._look_for_lost, *looks):  # whatever is believed wrongly is worse
                 try:
                     look()
                 except Exception as error:  # top of the thread: no other suspect is left out for it

@@ -34,8 +34,8 @@ MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 class ServerPush(threading.Thread):
     """Brings one server to one version. ``finished`` is set last; then ``report`` or ``learner_fault`` is there.
 
-    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``ours``
-    are base URLs of servers that must not answer as stock ones do. ``span`` is entered
+    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``ours`` are base URLs of
+    servers that must not answer as stock ones do. Once ``given_up`` is set nothing more is sent. ``span`` is entered
     with the name of every phase.
     """
 
@@ -48,17 +48,20 @@ class ServerPush(threading.Thread):
         transports: MutableMapping[int, WeightTransport],
         make_transport: MakeTransport,
         *,
+        given_up: threading.Event,
         distrusted: bool,
         ours: set[str],
         span: EnterSpan = untraced,
     ) -> None:
         super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
         self.server = server
+        self.base_url = endpoint.base_url
         self._endpoint = endpoint
         self._order = order
         self._buckets = buckets
         self._transports = transports
         self._make_transport = make_transport
+        self._given_up = given_up
         self._distrusted = distrusted
         self._ours = ours
         self._span = span
@@ -177,6 +180,8 @@ class ServerPush(threading.Thread):
         sent: dict[str, str] = {}
         memory = CastMemory()
         for bucket in self._buckets:
+            if self._given_up.is_set():
+                raise ServerFault(f"{session.base_url}: training has ended before it had all weights")
             with self._phase("pack"):
                 packed = bucket.pack(dtypes, memory)
             with self._phase("push"):

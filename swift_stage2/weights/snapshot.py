@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +28,9 @@ def _spec_bytes(spec: TensorSpec) -> int:
     return itemsize * math.prod(spec.shape)
 
 
+logger = logging.getLogger(__name__)
+
+
 class Snapshot:
     """Memory for every tensor of one manifest, in the learner's own dtypes; kept and filled anew for each round."""
 
@@ -38,7 +44,9 @@ class Snapshot:
         by_size = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
         sizes = [_spec_bytes(spec) for spec in by_size]
         _require_room(sum(sizes))
-        self._flat = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        if pinned:
+            _pin(self._flat)
         self._tensors = {
             spec.name: part.view(getattr(torch, spec.dtype)).reshape(spec.shape)
             for spec, part in zip(by_size, torch.split(self._flat, sizes), strict=True)
@@ -124,6 +132,17 @@ class CastMemory:
         if self._kept.numel() < num_bytes:
             self._kept = torch.empty(num_bytes, dtype=torch.uint8)
         return flatten(cast, self._kept[:num_bytes])[0], cast
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """In place: PyTorch's own allocator of pinned memory takes the next power of two, up to twice the weights."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if status := int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
+        logger.warning(
+            "the weights' copy in main memory cannot be pinned (CUDA error %d): copies are slower", status
+        )
+    else:
+        weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
 
 
 def _require_room(num_bytes: int) -> None:

@@ -8,11 +8,12 @@ and only what was proven counts. A watch ends the process when the main thread i
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from swift_stage2.collectives import ControlGroup
@@ -36,7 +37,8 @@ __all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSy
 # whole of it is a hang.
 _SHARE_FOR_CALLS = 0.8
 _CLOSE_TIMEOUT_S = 1.0
-_LAST_ROUND_S = 30.0  # for a round that has not ended when training has
+_LAST_ROUND_S = 10.0  # for a round that has not ended when training has
+_LAST_CALL_S = 5.0  # for one call of a push that was given up
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
 # Over the round's time: only what the deadline on the main thread cannot end lasts so long.
 _WATCH_MARGIN_S = 10.0
@@ -55,6 +57,7 @@ class _Transfer:
     end: float = 0.0  # monotonic; after it a push hangs
     pushes: Sequence[ServerPush] = ()
     learner_fault: str | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
     def pushes_have_ended(self) -> bool:
@@ -127,7 +130,9 @@ class WeightSync:
             round_ = self._round = _Transfer(version)
             try:
                 self._begin_rank_zero(round_, targets)
-            except Exception as error:  # rank 0 must reach ``finish`` whatever happens
+            except Exception as error:  # rank 0 must reach ``finish`` unless a rank has left for good
+                if isinstance(error, RuntimeError) and self._words():
+                    raise
                 round_.learner_fault = describe_fault("the sync round", error)
         if not round_.pushes_have_ended:  # a call to a GPU behind a transfer that hangs would stop training
             self._watch.begin("the transfer of weights", lambda: round_.pushes_have_ended)
@@ -147,7 +152,9 @@ class WeightSync:
                 this round; on every rank that can still raise. Others end with status 70.
         """
         with self._watched():
-            self._watch.begin("the transfer of weights")  # also until every rank has heard of the outcome
+            # Until every rank has heard of the outcome. The others may wait for the whole of rank 0's first round.
+            if self._control.rank == 0:
+                self._watch.begin("the transfer of weights")
             told = {"outcome": self._outcome().to_json()} if self._control.rank == 0 else None
             outcome = RoundOutcome.from_json(self._control.broadcast(told)["outcome"])
             if self._control.rank == 0:
@@ -168,14 +175,17 @@ class WeightSync:
 
     def close(self) -> None:
         """Ends a round that still runs, after some time for it, and closes what the transports hold."""
-        round_, self._round = self._round, None
-        if round_ is not None:
-            with self._watch:
-                round_.end = min(round_.end, time.monotonic() + _LAST_ROUND_S)
-                round_.hung()
-        for transport in list(self._transports.values()):
-            close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
-        self._transports.clear()
+        round_, self._round = self._round or _Transfer(0), None
+        with self._watch:
+            round_.end = min(round_.end, time.monotonic() + _LAST_ROUND_S)
+            round_.hung()
+            round_.given_up.set()
+            for transport in list(self._transports.values()):
+                close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
+            self._transports.clear()
+            round_.end = time.monotonic() + _LAST_CALL_S
+            round_.hung()  # a thread that the interpreter's end meets inside of torch aborts the process
+        self._snapshot = None
 
     # If no rank holds whole tensors, rank 0 tells the others what comes next: {"gather": index of a bucket} any number
     # of times, and {"gather": null} at last. So its failure never leaves them in a collective. After a
@@ -202,10 +212,8 @@ class WeightSync:
         if fault:
             round_.learner_fault = fault
             return
-        self._watch.begin("the snapshot of weights")
         began = time.perf_counter()
-        with self._span("snapshot"):
-            snapshot = self._take_snapshot()
+        snapshot = self._take_snapshot()
         round_.snapshot_seconds = time.perf_counter() - began
         round_.end = time.monotonic() + self._timeout_s
         order = RoundOrder(
@@ -228,6 +236,7 @@ class WeightSync:
                 buckets,
                 self._transports,
                 self._make_transport,
+                given_up=round_.given_up,
                 distrusted=server in self._distrusted,
                 ours=self._ours,
                 span=self._span,
@@ -250,15 +259,17 @@ class WeightSync:
     def _take_snapshot(self) -> Snapshot:
         partitioned = self._export.partitioned
         try:
+            self._watch.begin("the snapshot of weights")
             if self._snapshot is None:
                 self._snapshot = Snapshot(self._export.manifest(), pinned=self._export.on_gpu)
             snapshot = self._snapshot
-            for index, names in enumerate(self._export.plan(self._bucket_bytes)):
-                if partitioned:
-                    self._control.broadcast({"gather": index})
-                copy = lambda names=names: snapshot.put(self._export.read(names))  # noqa: E731
-                if fault := self._take_part("copying the weights", copy):
-                    raise WeightSyncError(fault)
+            with self._span("snapshot"):
+                for index, names in enumerate(self._export.plan(self._bucket_bytes)):
+                    if partitioned:
+                        self._control.broadcast({"gather": index})
+                    copy = lambda names=names: snapshot.put(self._export.read(names))  # noqa: E731
+                    if fault := self._take_part("copying the weights", copy):
+                        raise WeightSyncError(fault)
         finally:
             if partitioned:
                 self._control.broadcast({"gather": None})
@@ -279,11 +290,21 @@ class WeightSync:
         return RoundOutcome(
             round_.round_id,
             round_.version,
-            reports={push.server: push.report for push in round_.pushes if push.report is not None},
+            reports={push.server: self._still(push) for push in round_.pushes if push.report is not None},
             learner_fault=round_.learner_fault or next(faults, None),
             seconds=time.monotonic() - round_.started,
             canary_seconds=round_.canary_seconds,
             snapshot_seconds=round_.snapshot_seconds,
+        )
+
+    def _still(self, push: ServerPush) -> ServerReport:
+        """The push's report; a server that was lost since its proof has none."""
+        assert push.report is not None
+        kept = self._transports.get(push.server)
+        if not push.report.proven or kept is None or not kept.is_lost():
+            return push.report
+        return replace(
+            push.report, proven=False, error=f"{push.base_url} was lost after it had proven the weights"
         )
 
     def _answer_canary(self) -> str:

@@ -24,7 +24,7 @@ FULL_BATCHES = [
     *(pytest.param(range(a, b), marks=pytest.mark.slow) for a, b in ((500, 2_000), (2_000, 4_000))),
 ]
 CORE_BATCHES = [range(1_000), pytest.param(range(1_000, 16_000), marks=pytest.mark.slow)]
-LONGEST_SEARCH = 1_000  # seeds within which each mistake is found
+LONGEST_SEARCH = 2_500  # seeds within which each mistake is found
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,8 +25,8 @@ from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import push as server_push
+from swift_stage2.weights import snapshot
 from swift_stage2.weights import sync_round as weight_sync
-from swift_stage2.weights import tensors
 
 _active: Scheduler | None = None
 
@@ -326,7 +326,7 @@ class Executor:
 
 _WITH_THREADING = (
     client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
-    plan, server_call, server_push, suspect_probe, trust, tensors, version_clock,
+    plan, server_call, server_push, snapshot, suspect_probe, trust, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
     fence, lane, learner, pipeline, server_push, server_session, weight_sync,

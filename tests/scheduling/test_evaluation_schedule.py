@@ -141,7 +141,7 @@ class Run(RuleBasedStateMachine):
         self.schedule = make(every, delay, last)
         self.rounds = RoundSchedule(1, cadence, backoff_steps=1, max_backoff_steps=64)
         self.rounds.is_due(0)
-        self.rounds.begin(0)
+        self.rounds.begin()
         self.rounds.finish(0, proven=[0], failed=[])
         self.step, self.version = 0, 1
         self.due_since: int | None = None  # of the round that a run without evaluations would have
@@ -169,7 +169,7 @@ class Run(RuleBasedStateMachine):
         if not held and rounds.is_due(step):
             assert schedule.running is None or schedule.is_cut, "it asks on in a pending round"
             if drained:
-                rounds.begin(step)
+                rounds.begin()
                 self.due_since = None
         if self.due_since is not None:
             assert rounds.pending or step - self.due_since < self.delay, "a round is held for too long"

@@ -30,7 +30,7 @@ def _new(num_servers: int, every: int, **settings: int) -> RoundSchedule:
 
 def _run(schedule: RoundSchedule, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
     """A round that ends in the step at which it began."""
-    schedule.begin(step)
+    schedule.begin()
     schedule.finish(step, proven=proven, failed=failed)
 
 
@@ -165,21 +165,23 @@ def test_a_suspicion_takes_back_that_the_server_answered() -> None:
     assert not any(schedule.is_due(step) for step in range(4, 100))
 
 
-def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_its_beginning() -> None:
+def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_its_end() -> None:
     schedule = _begun(1, every=4)
     assert schedule.is_due(4)
-    schedule.begin(4)
+    schedule.begin()
     assert (schedule.pending, schedule.in_transfer) == (False, True)
     assert not any(schedule.is_due(step) for step in range(4, 10))
     schedule.finish(9, proven=[0], failed=())
-    assert schedule.last_commit_step == 4, "it carried the weights of that step"
-    assert schedule.is_due(10)
+    assert schedule.last_commit_step == 9
+    assert [step for step in range(10, 15) if schedule.is_due(step)] == [13, 14], (
+        "servers are asked for as long"
+    )
 
 
 def test_a_suspicion_before_the_proof_is_cleared_by_it_and_a_failure_backs_off_from_its_end() -> None:
     schedule = _begun(2, every=4, backoff_steps=3)
     schedule.is_due(4)
-    schedule.begin(4)
+    schedule.begin()
     _observe(schedule, 5, suspect=[0, 1])
     schedule.finish(7, proven=[0], failed=[1])
     assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
@@ -212,7 +214,7 @@ class Run(RuleBasedStateMachine):
         self.schedule = RoundSchedule(NUM_SERVERS, every, backoff_steps=backoff, max_backoff_steps=8)
         self.step = 0
         self.commits: list[int] = []
-        self.begun: int | None = None
+        self.in_transfer = False
         self.targets: tuple[int, ...] = ()
 
     @rule()
@@ -232,11 +234,11 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.schedule.is_due(self.step))
     @rule()
     def begin_round(self) -> None:
-        self.targets, self.begun = self.schedule.targets(self.step), self.step
-        self.schedule.begin(self.step)
+        self.targets, self.in_transfer = self.schedule.targets(self.step), True
+        self.schedule.begin()
         assert not self.schedule.pending
 
-    @precondition(lambda self: self.begun is not None)
+    @precondition(lambda self: self.in_transfer)
     @rule(works=st.lists(st.booleans(), min_size=NUM_SERVERS, max_size=NUM_SERVERS))
     def finish_round(self, works: list[bool]) -> None:
         proven = [server for server in self.targets if works[server]]
@@ -244,9 +246,8 @@ class Run(RuleBasedStateMachine):
         self.schedule.finish(self.step, proven=proven, failed=failed)
         assert self.schedule.proven == tuple(proven), "what a round proved is all that may be asked"
         if proven:
-            assert self.begun is not None
-            self.commits.append(self.begun)
-        self.begun = None
+            self.commits.append(self.step)
+        self.in_transfer = False
 
     @invariant()
     def targets_are_never_servers_that_nobody_heard_of(self) -> None:
@@ -263,7 +264,7 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def with_proven_servers_a_round_is_never_overdue(self) -> None:
-        if self.begun is not None:
+        if self.in_transfer:
             assert not self.schedule.is_due(self.step), "one round at a time"
         elif self.schedule.proven and self.step - self.commits[-1] >= self.every:
             assert self.schedule.is_due(self.step)

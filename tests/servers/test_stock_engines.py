@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,7 @@ def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
         (),
         {},
         lambda info: Refusing(),
+        given_up=threading.Event(),
         distrusted=False,
         ours=set(),
     )

@@ -59,7 +59,7 @@ class Transport:
         self._on_send = on_send
         self.sent: list[torch.Tensor] = []
         self.addresses: list[int] = []
-        self.closed = False
+        self.closed = self.lost = False
 
     def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None: ...
 
@@ -67,6 +67,9 @@ class Transport:
         self._on_send(len(self.sent))
         self.sent.append(flat.clone())  # the memory is the next bucket's
         self.addresses.append(flat.data_ptr())
+
+    def is_lost(self) -> bool:
+        return self.lost
 
     def close(self, deadline: Deadline) -> None:
         self.closed = True
@@ -235,22 +238,36 @@ def test_a_push_that_hangs_is_named_and_the_other_got_everything(
         let_go.set()
 
 
-def test_a_run_that_ends_gives_a_round_that_runs_some_time_and_then_closes_what_it_holds(
+def test_a_run_that_ends_gives_a_round_that_runs_some_time_and_then_ends_its_pushes(
     servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_sync, "_LAST_ROUND_S", 0.0)
     monkeypatch.setattr(weight_sync, "_LEAST_WAIT_S", 0.1)
-    stuck, let_go = threading.Event(), threading.Event()
-    round_ = Round(servers[:1], lambda number: (stuck.set(), let_go.wait(LIMIT_S)))
+    stuck, closed = threading.Event(), threading.Event()
+    round_ = Round(servers[:1], lambda number: (stuck.set(), closed.wait(LIMIT_S)))
+    monkeypatch.setattr(round_.transports[0], "close", lambda deadline: closed.set())
     sync = round_.sync()
     sync.begin(1, [0])
-    try:
-        assert stuck.wait(LIMIT_S)
-        sync.close()
-        assert round_.transports[0].closed
-        assert not sync.has_ended
-    finally:
-        let_go.set()
+    (push,) = (thread for thread in threading.enumerate() if thread.name.startswith("push to"))
+    assert stuck.wait(LIMIT_S)
+    sync.close()
+    assert not push.is_alive(), "the interpreter's end would meet it inside of torch"
+    assert len(round_.transports[0].sent) == 1
+    assert not sync.has_ended
+
+
+def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[FakeRolloutServer]) -> None:
+    """A stock server that is back with its first weights looks like the one that has proven the round's."""
+    round_ = Round(servers, at_once, at_once)
+    sync = round_.sync()
+    sync.begin(1, [0, 1])
+    for thread in threading.enumerate():
+        if thread.name.startswith("push to"):
+            thread.join(LIMIT_S)
+    round_.transports[1].lost = True
+    outcome = sync.finish()
+    assert (outcome.proven, outcome.failed) == ((0,), (1,))
+    assert outcome.reports[1].error == f"{servers[1].url} was lost after it had proven the weights"
 
 
 def test_a_round_that_nobody_began_cannot_finish(servers: list[FakeRolloutServer]) -> None:
