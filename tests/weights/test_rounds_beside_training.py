@@ -273,3 +273,26 @@ def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[Fak
 def test_a_round_that_nobody_began_cannot_finish(servers: list[FakeRolloutServer]) -> None:
     with pytest.raises(RuntimeError, match="a round must begin"):
         Round(servers, at_once, at_once).sync().finish()
+
+
+class SecondRank(SingleRank):
+    """Hears at the end of the first round what rank 0 says."""
+
+    rank = 1
+
+    def broadcast(self, message: Any) -> Any:
+        assert message is None
+        return {"outcome": RoundOutcome("round", 1).to_json()}
+
+
+def test_a_rank_that_waits_for_rank_0s_first_round_is_not_timed(
+    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Canary, snapshot and pushes have a limit each on rank 0; one for their sum would end a healthy job."""
+    round_, begun = Round(servers, at_once, at_once), []
+    sync = round_.sync()
+    sync._control = SecondRank()
+    monkeypatch.setattr(sync._watch, "begin", lambda *what: begun.append(what))
+    assert sync.run(1, [0, 1]).version == 1
+    assert begun == []
+    assert round_.export.read_names == []
