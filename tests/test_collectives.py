@@ -21,6 +21,7 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
         group.reduce_sum([0.5 + rank, 1e15]),
         group.broadcast({"from": rank, "text": "é", "numbers": [1, None]}),
         group.broadcast("" if rank == 0 else "ignored"),
+        group.gather("é\udcff" * rank),
     ]
     group.close()
     dist.destroy_process_group()
@@ -28,7 +29,13 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
 
 
 def test_the_control_group_reduces_and_broadcasts_alike_on_both_ranks() -> None:
-    expected = [(1, 0, 2**40 + 1), (2.0, 2e15), {"from": 0, "text": "é", "numbers": [1, None]}, ""]
+    expected = [
+        (1, 0, 2**40 + 1),
+        (2.0, 2e15),
+        {"from": 0, "text": "é", "numbers": [1, None]},
+        "",
+        ("", "é\\udcff"),
+    ]
     assert run_pair(reduce_and_broadcast) == [expected, expected]
 
 
