@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swift_stage2"
@@ -37,12 +36,23 @@ KNOWS_SWIFT = {
 KNOWS_SWIFT_FOLDERS = ("rollout_server/", "stock_proof/", "demo/", "benchmarks/")
 
 
+@cache
+def source_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Every node of its syntax tree."""
+    return tuple(ast.walk(ast.parse(source_of(file))))
+
+
 def name_of(file: Path) -> str:
     return file.relative_to(PACKAGE if file.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -50,9 +60,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def waits_for_ever(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def waits_for_ever(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Lines that call a waiting method without any bound."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         method = node.func.attr
@@ -65,66 +75,65 @@ def waits_for_ever(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_the_rule_about_waits_finds_what_it_looks_for() -> None:
     code = "q.get()\nt.join()\nd.get('key')\n','.join(words)\ne.wait(timeout=1)\nlock.acquire(timeout=2)\nf.result()\n"
-    assert list(waits_for_ever(ast.parse(code))) == [(1, "get"), (2, "join"), (7, "result")]
+    assert list(waits_for_ever(ast.walk(ast.parse(code)))) == [(1, "get"), (2, "join"), (7, "result")]
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_no_wait_is_without_a_deadline(file: Path) -> None:
+def test_no_wait_is_without_a_deadline() -> None:
     """A comment on the line says what else bounds it."""
-    source = file.read_text(encoding="utf-8")
-    lines = source.splitlines()
-    waits = list(waits_for_ever(ast.parse(source)))
-    assert [found for found in waits if "# deadline:" not in lines[found[0] - 1]] == []
+    assert [
+        (name_of(file), line, method)
+        for file in FILES
+        for line, method in waits_for_ever(nodes_of(file))
+        if "# deadline:" not in source_of(file).splitlines()[line - 1]
+    ] == []
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if name_of(file) != "collectives.py"], ids=name_of)
-def test_only_collectives_imports_torch_distributed(file: Path) -> None:
-    names = [
-        name
-        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
-        if name.startswith("torch.distributed")
-    ]
-    assert names == []
+def test_only_collectives_imports_torch_distributed() -> None:
+    users = {
+        name_of(file)
+        for file in FILES
+        if any(name.startswith("torch.distributed") for name in imported(nodes_of(file)))
+    }
+    assert users == {"collectives.py"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_only_a_few_places_know_ms_swift(file: Path) -> None:
-    if name_of(file) in KNOWS_SWIFT or name_of(file).startswith(KNOWS_SWIFT_FOLDERS):
-        return
-    names = [
-        name
-        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
-        if name.split(".")[0] == "swift"
-    ]
-    assert names == []
+def test_only_a_few_places_know_ms_swift() -> None:
+    users = {
+        name_of(file)
+        for file in FILES
+        if any(name.split(".")[0] == "swift" for name in imported(nodes_of(file)))
+    }
+    assert {user for user in users - KNOWS_SWIFT if not user.startswith(KNOWS_SWIFT_FOLDERS)} == set()
 
 
-def swallows_everything(tree: ast.AST) -> Iterator[int]:
+def swallows_everything(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines of handlers that catch every exception and do not raise it again."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ExceptHandler):
             catches_all = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             if catches_all and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
                 yield node.lineno
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_only_the_top_of_a_thread_swallows_everything(file: Path) -> None:
+def test_only_the_top_of_a_thread_swallows_everything() -> None:
     """A comment on the line says which top it is."""
-    source = file.read_text(encoding="utf-8")
-    lines = source.splitlines()
-    assert [line for line in swallows_everything(ast.parse(source)) if "#" not in lines[line - 1]] == []
+    assert [
+        (name_of(file), line)
+        for file in FILES
+        for line in swallows_everything(nodes_of(file))
+        if "#" not in source_of(file).splitlines()[line - 1]
+    ] == []
 
 
 def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {name_of(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    lengths = {name_of(file): len(source_of(file).splitlines()) for file in FILES}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_no_two_classes_of_the_package_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(file))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -141,7 +150,7 @@ def short_modules_with_one_importer() -> set[str]:
     }
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for name, file in modules.items():
-        for found in imported(ast.parse(file.read_text(encoding="utf-8"))):
+        for found in imported(nodes_of(file)):
             if found in importers and found != name:
                 importers[found].add(name)
     return {
@@ -152,7 +161,7 @@ def short_modules_with_one_importer() -> set[str]:
 
 
 def num_code_lines(file: Path) -> int:
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in source_of(file).splitlines())
     return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
@@ -181,10 +190,13 @@ def test_the_root_of_the_package_shows_the_system() -> None:
     } == set()
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_no_docstring_begins_with_what(file: Path) -> None:
+def test_no_docstring_begins_with_what() -> None:
     """A reader gets a subject and a verb first."""
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes)]
-    assert [text.splitlines()[0] for text in docstrings if text.startswith("What ")] == []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    assert [
+        (name_of(file), text.splitlines()[0])
+        for file in FILES
+        for node in nodes_of(file)
+        if isinstance(node, kinds)
+        if (text := ast.get_docstring(node) or "").startswith("What ")
+    ] == []

@@ -12,13 +12,12 @@ import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
-from gloo_pair import join_job, run_pair
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.collectives import GlooControlGroup, SingleRank
+from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
@@ -44,6 +43,7 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
                 "schedule": {"b_ratio": 0.5},
                 "evaluation": evaluation or {},
                 "channel_b": {
+                    "preprocessing": "thread",  # a process takes ten seconds to load ms-swift
                     "packing": {"packing_length": packing_length},
                     "target": {"dialect": dialect},
                     "rows_without_objects": rows_without_objects,
@@ -176,8 +176,9 @@ def test_a_server_that_comes_up_late_is_waited_for(
 
 
 def test_another_program_is_no_stock_server(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(servers, "_WAIT_SLICE_S", 1.0)
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
     with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
@@ -261,39 +262,58 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
     assert len(closed) == 1
 
 
-def compare_settings(rank: int, port: int) -> list[str]:
-    """Returns what each of two ranks is told of settings that differ in one of these ways, or not."""
-    join_job(rank, port)
-    control = GlooControlGroup(60.0)
+class TwoHosts(SingleRank):
+    """The control group of both ranks in turn: each tells its text, then each hears both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def gather(self, text: str) -> tuple[str, ...]:
+        if len(self.texts) < 2:
+            self.texts.append(text)
+            return (text,)
+        assert text in self.texts
+        return tuple(self.texts)
+
+
+def _told_of(*settings: dict[str, Any]) -> str:
+    """What both ranks are told of the settings that each of them has read; "" if these agree."""
+    control = TwoHosts()
+    for mine in settings:
+        assembly.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
     told = []
-    for differing in (
-        {},
-        {"launch": {"learner": {"node_rank": rank}}},
-        {"swift": {"learning_rate": 1e-5 * (rank + 1), "output_dir": "/runs/a", "seed": float("nan")}},
-        {
-            "swift": {"learning_rate": 1e-5, **({"lora_rank": 8} if rank else {})},
-            "rollout": {"servers": [rank]},
-        },
-    ):
+    for mine in settings:
         try:
-            assembly.refuse_differing_settings({"control_timeout_s": 10.0} | differing, control)
+            assembly.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
             told.append("")
         except ConfigError as error:
             told.append(str(error))
-    return told
+    first, second = told
+    assert first == second
+    return first
 
 
 def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> None:
-    first, second = run_pair(compare_settings)
-    assert first == second
-    assert first == [
-        "",
-        "",
-        "every rank must have the same settings, got swift.learning_rate=1e-05 on rank 0 and 2e-05 on rank 1; give "
-        "every host the same file",
-        "every rank must have the same settings, got rollout.servers=[0] on rank 0 and [1] on rank 1 (1 more differ); "
-        "give every host the same file",
-    ]
+    every, remedy = "every rank must have the same settings, got ", "; give every host the same file"
+    assert _told_of({}, {}) == ""
+    assert _told_of(*({"launch": {"learner": {"node_rank": rank}}} for rank in (0, 1))) == ""
+    rates = (
+        {"swift": {"learning_rate": 1e-5 * (rank + 1), "output_dir": "/runs/a", "seed": float("nan")}}
+        for rank in (0, 1)
+    )
+    assert _told_of(*rates) == f"{every}swift.learning_rate=1e-05 on rank 0 and 2e-05 on rank 1{remedy}"
+    two_differ = (
+        {
+            "swift": {"learning_rate": 1e-5, **({"lora_rank": 8} if rank else {})},
+            "rollout": {"servers": [rank]},
+        }
+        for rank in (0, 1)
+    )
+    assert (
+        _told_of(*two_differ)
+        == f"{every}rollout.servers=[0] on rank 0 and [1] on rank 1 (1 more differ){remedy}"
+    )
 
 
 # --- samples -----------------------------------------------------------------------------------------

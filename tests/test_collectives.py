@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+import datetime
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from gloo_pair import join_job, run_pair
+from gloo_pair import DEADLINE_S, join_job, run_pair
+from torch.distributed.distributed_c10d import _get_default_store
 
 from swift_stage2.collectives import GlooControlGroup, SingleRank, join_control_group
 
@@ -21,6 +23,7 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
         group.reduce_sum([0.5 + rank, 1e15]),
         group.broadcast({"from": rank, "text": "é", "numbers": [1, None]}),
         group.broadcast("" if rank == 0 else "ignored"),
+        group.gather("é\udcff" * rank),
     ]
     group.close()
     dist.destroy_process_group()
@@ -28,7 +31,13 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
 
 
 def test_the_control_group_reduces_and_broadcasts_alike_on_both_ranks() -> None:
-    expected = [(1, 0, 2**40 + 1), (2.0, 2e15), {"from": 0, "text": "é", "numbers": [1, None]}, ""]
+    expected = [
+        (1, 0, 2**40 + 1),
+        (2.0, 2e15),
+        {"from": 0, "text": "é", "numbers": [1, None]},
+        "",
+        ("", "é\\udcff"),
+    ]
     assert run_pair(reduce_and_broadcast) == [expected, expected]
 
 
@@ -36,7 +45,8 @@ def wait_for_a_silent_rank(rank: int, port: int) -> str:
     join_job(rank, port)
     group = GlooControlGroup(1.0)
     if rank == 1:
-        threading.Event().wait(4.0)  # alive, but silent for longer than the group's timeout
+        with suppress(RuntimeError):  # alive, but silent, until rank 0 has ended, which keeps the store
+            _get_default_store().wait(["nobody sets it"], datetime.timedelta(seconds=DEADLINE_S / 2))
         return "silent"
     try:
         group.reduce_max([1])

@@ -52,21 +52,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
         swift_stage2.Stage3Trainer  # noqa: B018
 
 
-def test_importing_the_trainer_changes_nothing_and_the_plugin_file_makes_ms_swift_train_with_it() -> None:
-    told = python(
-        "from swift_stage2 import Stage2Trainer\n"
-        "import signal, swift_stage2.training.sft, swift_stage2.replay.rank\n"
-        "from swift.trainers import TrainerFactory\n"
-        "from swift.utils import import_external_file\n"
-        "print(TrainerFactory.TRAINER_MAPPING['causal_lm'], signal.getsignal(signal.SIGTERM).name)\n"
-        f"import_external_file({str(PLUGIN)!r})\n"
-        "class Arguments: task_type = 'causal_lm'\n"
-        "print(TrainerFactory.get_trainer_cls(Arguments) is Stage2Trainer)\n"
-    )
-    assert told.split() == ["swift.trainers.Seq2SeqTrainer", "SIG_DFL", "True"]
-
-
-def test_ms_swifts_own_command_trains_with_the_plugin_and_the_variable(
+def test_importing_the_trainer_changes_nothing_and_ms_swifts_own_command_trains_with_the_plugin_and_the_variable(
     tmp_path: Path, rows_file: Path
 ) -> None:
     config = tmp_path / "run.yaml"
@@ -91,13 +77,21 @@ def test_ms_swifts_own_command_trains_with_the_plugin_and_the_variable(
     }
     argv = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     argv += ["--external_plugins", str(tiny_template.__file__), str(PLUGIN)]
-    python(  # ``swift sft`` itself, on a machine whose torchvision fits another torch
+    told = python(  # ``swift sft`` itself, on a machine whose torchvision fits another torch
         "from swift_stage2.compat import declare_operators\n"
         "declare_operators()\n"
+        "from swift_stage2 import Stage2Trainer\n"
+        "import signal, swift_stage2.training.sft, swift_stage2.replay.rank\n"
+        "from swift.trainers import TrainerFactory\n"
+        "print('imported', TrainerFactory.TRAINER_MAPPING['causal_lm'], signal.getsignal(signal.SIGTERM).name)\n"
         "from swift.pipelines import sft_main\n"
-        f"sft_main({argv!r})\n",
+        f"sft_main({argv!r})\n"
+        "class Arguments: task_type = 'causal_lm'\n"
+        "print('trained', TrainerFactory.get_trainer_cls(Arguments) is Stage2Trainer)\n",
         **{CONFIG_VARIABLE: str(config)},
-    )
+    ).splitlines()
+    assert "imported swift.trainers.Seq2SeqTrainer SIG_DFL" in told
+    assert "trained True" in told
     assert (tmp_path / "out" / "audit" / "rank0.jsonl").read_text().count('"kind":"step"') == 2
 
 

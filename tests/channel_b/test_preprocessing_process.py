@@ -56,12 +56,38 @@ def shared(encoder: Encoder, trace: Trace) -> Iterator[ProcessPreprocessor]:
     process.close()
 
 
+PLUGIN = """
+from pathlib import Path
+from swift_stage2.errors import SampleError
+
+with Path(__file__).with_suffix(".imports").open("a") as imports:
+    imports.write("once ")
+
+class Parts:
+    def with_span(self, span):
+        return self
+
+    def attach_model(self): ...
+
+    def encode_prompt(self, sample):
+        raise SampleError("refused by a user's class")
+"""
+
+
 @pytest.fixture
-def own(encoder: Encoder) -> Iterator[ProcessPreprocessor]:
-    """A process that the test may kill."""
-    process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH, trace=Trace(False))
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessPreprocessor]:
+    """A process that the test may kill; of a user's parts that load no ms-swift, which takes ten seconds."""
+    parts = import_parts(tmp_path / "light.py", monkeypatch)
+    process = ProcessPreprocessor(parts, parts, packing_length=PACKING_LENGTH, trace=Trace(False))
     yield process
     process.close()
+
+
+def import_parts(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An encoder and task of a user's file."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # ms-swift adds its folder
+    file.write_text(PLUGIN)
+    return import_external_file(str(file)).Parts()
 
 
 def rollouts_of(encoder: Encoder, rows: list[dict[str, Any]]) -> list[Rollout]:
@@ -238,33 +264,10 @@ def test_the_kernel_ends_it_with_its_rank_although_its_socket_stays_open() -> No
         assert not worker.is_running()
 
 
-PLUGIN = """
-from pathlib import Path
-from swift_stage2.errors import SampleError
-
-with Path(__file__).with_suffix(".imports").open("a") as imports:
-    imports.write("once ")
-
-class Parts:
-    def with_span(self, span):
-        return self
-
-    def attach_model(self): ...
-
-    def encode_prompt(self, sample):
-        raise SampleError("refused by a user's class")
-"""
-
-
 def test_of_the_users_files_only_that_is_imported_there_which_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # ms-swift adds their folder
-    modules = {}
-    for name in ("needed", "unused"):
-        (tmp_path / f"{name}.py").write_text(PLUGIN)
-        modules[name] = import_external_file(str(tmp_path / f"{name}.py"))
-    parts = modules["needed"].Parts()
+    parts, _ = (import_parts(tmp_path / f"{name}.py", monkeypatch) for name in ("needed", "unused"))
     with closing(ProcessPreprocessor(parts, parts, packing_length=1, trace=Trace(False))) as there:
         there.await_ready()
         (refusal,) = there.prepare([rollout_of(sample_of(rows[0]), "", ())])

@@ -147,8 +147,16 @@ def test_answers_that_are_written_out_are_learned_by_every_family(family: Loaded
 # --- packing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attn_impl", "dtype"),
+    [
+        ("sdpa", torch.float32),
+        ("sdpa", torch.bfloat16),
+        ("eager", torch.float32),
+        pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_packed_segments_do_not_see_each_other(
     family: Loaded, image: str, attn_impl: str, dtype: torch.dtype
 ) -> None:

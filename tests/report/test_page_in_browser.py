@@ -92,8 +92,11 @@ class Visit:
         self.page.goto(path.as_uri())
 
     def close(self) -> None:
-        assert self.page.evaluate("window.broken") is None
+        self.check()
         self._context.close()
+
+    def check(self) -> None:
+        assert self.page.evaluate("window.broken") is None
         assert self.troubles == []
 
     def _is_ours(self, request: Request) -> bool:
@@ -104,11 +107,22 @@ class Visit:
             self.troubles.append(f"asked for {request.url}")
 
 
-@pytest.fixture
-def visit(browser: Browser, page_file: Path) -> Iterator[Visit]:
+@pytest.fixture(scope="module")
+def opened_once(browser: Browser, page_file: Path) -> Iterator[Visit]:
+    """On the desktop in light colours; to draw its figures takes seconds."""
     opened = Visit(browser, page_file)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def visit(opened_once: Visit) -> Iterator[Visit]:
+    """The page that was opened once, with the newest of all pictures and nothing focused; Tab begins at its top."""
+    opened_once.page.evaluate(
+        "document.querySelector('[data-filter=all]').click(); document.body.tabIndex = -1; document.body.focus()"
+    )
+    yield opened_once
+    opened_once.check()
 
 
 def names(page: Page) -> list[str]:
@@ -146,18 +160,30 @@ def test_bounds_of_the_drift_and_the_window_are_drawn(visit: Visit) -> None:
     assert "version_window = 2" in visit.page.locator('[data-figure="lag"] .legend').text_content()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wider_than_the_screen(browser: Browser, page_file: Path, width: str, scheme: str) -> None:
-    opened = Visit(browser, page_file, width, scheme)
-    assert opened.page.evaluate("document.documentElement.scrollWidth") == WIDTHS[width][0]
-    assert opened.page.locator(".plot .main-svg").first.bounding_box()["width"] <= WIDTHS[width][0]  # type: ignore[index]
+def is_as_wide_as_the_screen(page: Page, width: str) -> bool:
+    box = page.locator(".plot .main-svg").first.bounding_box()
+    assert box is not None
+    across, _ = WIDTHS[width]
+    return box["width"] <= across == page.evaluate("document.documentElement.scrollWidth")
+
+
+def test_nothing_is_wider_than_the_screen(visit: Visit) -> None:
+    assert is_as_wide_as_the_screen(visit.page, "desktop")
+
+
+def test_nothing_is_wider_than_a_phone_and_the_newest_pictures_come_first(
+    browser: Browser, page_file: Path
+) -> None:
+    opened = Visit(browser, page_file, "phone", "dark")
+    assert is_as_wide_as_the_screen(opened.page, "phone")
+    assert names(opened.page) == ["14", "13", "12", "11", "10", "9"]
     opened.close()
 
 
 def test_dark_colours_follow_the_system_and_the_button(browser: Browser, page_file: Path) -> None:
     opened = Visit(browser, page_file, scheme="dark")
     page = opened.page
+    assert is_as_wide_as_the_screen(page, "desktop")
     ground = "getComputedStyle(document.body).backgroundColor"
     ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
     dark, dark_ink = page.evaluate(ground), page.evaluate(ink)
