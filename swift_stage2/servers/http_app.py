@@ -264,7 +264,7 @@ class HttpServer(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket on exactly that address; port 0 takes any. Raises UserError when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on connections of a listener that names its protocol.
+    # asyncio sets TCP_NODELAY only where a listener names its protocol; a kept connection's answers took 43 ms, not 3.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
