@@ -43,34 +43,21 @@ from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.summary import RunSummary, summarise
 
-NUM_STEPS = 12
 _LEAST_ROUNDS = 3
 _LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 8, "target_modules": ["all-linear"],
                          "freeze_vit": True, "freeze_aligner": True}  # fmt: skip
-_STOP_AFTER_ROUNDS = 2
 _MOST_STEPS = 2000
 
 
 def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> None:
-    """Trains to the end beside a server.
+    """Trains beside a server until some rounds are proven.
 
     Raises:
         CheckFailed: a process did not end well, or the run was not what it must be.
     """
-    end = time.monotonic() + 0.9 * context.deadline_s
     model = checkpoint(WIDE_4_LAYERS, context)
-    with BenchServers(context.logs) as processes:
-        server = start_server(context, processes, model)
-        job = write_job(
-            context, f"run-{context.logs.name}", model, server, num_steps=NUM_STEPS, sync_every_steps=3,
-            swift={**(_LORA if tuner == "lora" else {}), **(swift or {})},
-        )  # fmt: skip
-        started = time.monotonic()
-        await_end(processes, start_learner(context, processes, job), end)
-        context.note("learner_start_to_end_s", time.monotonic() - started)
-    summary = account(context, job, least_rounds=_LEAST_ROUNDS)
-    if summary.num_steps != NUM_STEPS:
-        raise CheckFailed(f"the learner must take {NUM_STEPS} steps, got {summary.num_steps}")
+    settings = {**(_LORA if tuner == "lora" else {}), **(swift or {})}
+    _train_for_rounds(context, f"run-{context.logs.name}", model, 1, sync_every_steps=3, swift=settings)
 
 
 def zero3(context: Context) -> None:
@@ -87,34 +74,46 @@ def zero3(context: Context) -> None:
 
 
 def two_ranks(context: Context) -> None:
-    """Rank 1 is asked to end when the first rounds are proven; both must stop after the same step.
+    """Rank 1 is asked to end once some rounds are proven; both must stop after the same step.
 
     Raises:
         CheckFailed: the ranks disagree, a round is not proven, or SIGTERM does not end both alike.
     """
+    job = _train_for_rounds(
+        context, "run-two-ranks", STAGE1, 2, sync_every_steps=4, swift={"ddp_backend": "gloo"}
+    )
+    last = [_records(job, rank, "step")[-1]["step"] for rank in range(2)]
+    if last[0] != last[1]:
+        raise CheckFailed(f"both ranks must stop after the same step, got last steps {last}")
+
+
+def _train_for_rounds(
+    context: Context, name: str, model: Path, num_ranks: int, *, sync_every_steps: int, swift: dict[str, Any]
+) -> DemoJob:
+    """The last rank is asked to end after ``_LEAST_ROUNDS`` rounds, however many steps go by beside them."""
     end = time.monotonic() + 0.9 * context.deadline_s
     with BenchServers(context.logs) as processes:
-        server = start_server(context, processes, STAGE1)
+        server = start_server(context, processes, model)
         job = write_job(
-            context, "run-two-ranks", STAGE1, server, num_steps=_MOST_STEPS, sync_every_steps=4, num_ranks=2,
-            swift={"ddp_backend": "gloo", "lr_scheduler_type": "constant"},
+            context, name, model, server, num_steps=_MOST_STEPS, sync_every_steps=sync_every_steps,
+            num_ranks=num_ranks, swift={"lr_scheduler_type": "constant", **swift},
         )  # fmt: skip
+        started = time.monotonic()
         learner = start_learner(context, processes, job)
         asked: list[float] = []
 
         def look() -> None:
-            if not asked and len(_records(job, 0, "round")) >= _STOP_AFTER_ROUNDS:
-                _rank_below(learner, "1").send_signal(signal.SIGTERM)
+            if not asked and len(_records(job, 0, "round")) >= _LEAST_ROUNDS:
+                _rank_below(learner, str(num_ranks - 1)).send_signal(signal.SIGTERM)
                 asked.append(time.monotonic())
 
         await_end(processes, learner, end, look)
         if not asked:
-            raise CheckFailed("both ranks ended before anybody asked them to")
+            raise CheckFailed("the learner ended before anybody asked it to")
+        context.note("learner_start_to_sigterm_s", asked[0] - started)
         context.note("sigterm_to_end_s", time.monotonic() - asked[0])
-    last = [_records(job, rank, "step")[-1]["step"] for rank in range(2)]
-    if last[0] != last[1] or last[0] >= _MOST_STEPS - 1:
-        raise CheckFailed(f"both ranks must stop after the same step, got last steps {last}")
-    account(context, job, least_rounds=_STOP_AFTER_ROUNDS)
+    account(context, job, least_rounds=_LEAST_ROUNDS)
+    return job
 
 
 def await_end(
