@@ -121,7 +121,7 @@ def test_partitioned_weights_leave_whole_and_merged_and_the_parts_stay(exports: 
     assert exports[0]["as_merged"]
 
 
-def test_a_gathered_bucket_that_is_not_finite_fails_on_rank_zero_and_frees_both(
+def test_gathered_weights_that_are_not_finite_are_found_in_rank_zeros_snapshot(
     exports: list[dict[str, Any]],
 ) -> None:
     assert "got a NaN or infinity in tensor=second.weight" in exports[0]["error"]

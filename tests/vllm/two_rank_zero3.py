@@ -20,6 +20,7 @@ from torch import nn
 from swift_stage2.collectives import leave_job
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.snapshot import CastMemory, Snapshot
 from swift_stage2.weights.tensors import checksum_tensor
 
 RANK = int(os.environ["RANK"])
@@ -86,8 +87,13 @@ def main() -> None:
             next(iter(own.values()))[0, 0] = float("nan")
     names = export.plan(1 << 30)[0]
     try:
-        read_all = export.read if RANK == 0 else export.help_read
-        read_all(names)
+        if RANK == 0:
+            snapshot = Snapshot(export.manifest())
+            snapshot.put(export.read(names))
+            for bucket in snapshot.buckets(1 << 30):
+                bucket.pack({}, CastMemory())
+        else:
+            export.help_read(names)
         result["error"] = None
     except WeightSyncError as error:
         result["error"] = str(error)
