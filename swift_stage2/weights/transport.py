@@ -81,8 +81,9 @@ class StreamTransport:
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._stream is None:
             raise ServerFault("the weight stream is not open")
+        on_cpu = flat.cpu()  # no part of what a lost server may break
         try:
-            self._stream.send(flat, deadline.remaining_s())
+            self._stream.send(on_cpu, deadline.remaining_s())
         except OSError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
 
@@ -156,11 +157,12 @@ class StockTransport:
         if self._communicator is None:
             raise ServerFault("the weight group is not open")
         communicator = self._communicator
+        on_device = self._to_device(flat)  # no part of what a lost server may break
         try:
             if self._device.type == "cpu":
-                communicator.broadcast(flat, communicator.rank, timeout_s=deadline.remaining_s())
+                communicator.broadcast(on_device, communicator.rank, timeout_s=deadline.remaining_s())
             else:
-                self._send_on_stream(flat, deadline)
+                self._send_on_stream(on_device, deadline)
             # Its own timeout bounds no wait for a key; the store's does, unless the store's process is frozen.
             communicator.group.store.set_timeout(timedelta(seconds=deadline.remaining_s()))
             remaining_s = deadline.remaining_s()
@@ -212,20 +214,28 @@ class StockTransport:
             )
         return communicator
 
+    def _to_device(self, flat: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return flat.to(self._device)
+        with torch.cuda.stream(self._own_stream()):
+            return flat.to(self._device)
+
+    def _own_stream(self) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._stream
+
     def _send_on_stream(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        """On a stream of its own, copy included: training has the default one, and would wait for a lost server.
+        """On the stream that ``flat`` was copied on: training has the default one, and would wait for a lost server.
 
         Returns or raises only when the transfer has left the device: one that stays there stops training at its next
         allocation. So a transfer that also survives the end of its group is waited for, and the round calls it a hang.
         """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            on_device = flat.to(self._device)
-        self._communicator.broadcast(on_device, src=self._communicator.rank, stream=self._stream)
+        stream = self._own_stream()
+        self._communicator.broadcast(flat, src=self._communicator.rank, stream=stream)
         # The call above returns when the transfer is queued, not when it is done.
         finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        finished.record(self._stream)
+        finished.record(stream)
         is_aborted = False
         while not finished.query():  # type: ignore[no-untyped-call]
             if deadline.expired and not is_aborted:

@@ -155,7 +155,7 @@ def run(
             pacer=pacer,
             guard=guard,
             rounds=RoundSchedule(1, 1000, backoff_steps=1, max_backoff_steps=64),
-            sync=MagicMock(**{"run.return_value": round_}),
+            sync=MagicMock(has_ended=False, **{"finish.return_value": round_}),
             probe=MagicMock(**{"answering.return_value": (), "lost.return_value": ()}),
             abort=MagicMock(),
             base_urls=(server.url,),

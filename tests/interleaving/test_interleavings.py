@@ -24,7 +24,7 @@ FULL_BATCHES = [
     *(pytest.param(range(a, b), marks=pytest.mark.slow) for a, b in ((500, 2_000), (2_000, 4_000))),
 ]
 CORE_BATCHES = [range(1_000), pytest.param(range(1_000, 16_000), marks=pytest.mark.slow)]
-LONGEST_SEARCH = 2_500  # seeds within which each mistake is found
+LONGEST_SEARCH = 1_000  # seeds within which each mistake is found
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,8 +68,8 @@ def test_every_invariant_holds_in_the_small_scene(seeds: range) -> None:
         assert counts[what], f"no seed of this batch met it: {what}"
 
 
-def first_violation(run: Callable[..., Any], parts: Any) -> tuple[int, str]:
-    for seed in range(LONGEST_SEARCH):
+def first_violation(run: Callable[..., Any], parts: Any, seeds: range | None = None) -> tuple[int, str]:
+    for seed in seeds or range(LONGEST_SEARCH):
         try:
             run(seed, parts=parts)
         except Violation as violation:
@@ -86,7 +86,9 @@ def first_violation(run: Callable[..., Any], parts: Any) -> tuple[int, str]:
     ],
 )
 def test_the_full_scene_finds_what_broke_before(failure: int, found_as: str) -> None:
-    seed, message = first_violation(run_seed, FAILURES[failure][0])
+    # A promised pack is seldom within reach: no seed below 1,600 meets it, and they cost half a minute.
+    seeds = range(1_600, 2_600) if failure == 4 else None
+    seed, message = first_violation(run_seed, FAILURES[failure][0], seeds)
     print(f"failure {failure}: found by seed {seed}: {message}")
     assert any(part in message for part in found_as.split("|")), message
 
