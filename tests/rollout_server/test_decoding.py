@@ -103,7 +103,10 @@ def test_a_body_whose_caller_has_gone_is_not_decoded(server: RunningServer, deco
         leaver.shutdown(socket.SHUT_WR)
         assert leaver.recv(1) == b""  # the server has noticed
         leaver.close()
-        assert server.state() == "serving"
+        for _ in range(
+            5
+        ):  # each takes the event loop through several turns; what waits needs three to be dropped
+            assert server.state() == "serving"
     assert server.infer([text_request("after")])
     assert "left" not in decoding.begun
 
