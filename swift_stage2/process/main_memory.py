@@ -1,4 +1,4 @@
-"""How much main memory this process may still take: of the machine, and of the container it runs in."""
+"""Tells how much main memory a process may still take: of the machine, and of the container it runs in."""
 
 from __future__ import annotations
 
