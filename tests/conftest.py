@@ -96,6 +96,16 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return caplog
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Stays as the test found it: a command in this process also quietens the libraries of processes started later."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torchruns_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where a torchrun that is started without --log-dir leaves one; pytest removes it with its other folders."""

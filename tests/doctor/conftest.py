@@ -23,9 +23,7 @@ KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor's settings of its own process are undone, and no key or proxy of this machine counts."""
-    for name in ("CUDA_VISIBLE_DEVICES", "QWENVL_BBOX_FORMAT", "LOG_LEVEL"):
-        monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": "", "QWENVL_BBOX_FORMAT": "new"}.get(name, "ERROR"))
+    """No key or proxy of this machine counts."""
     for name in (
         "HTTP_PROXY",
         "http_proxy",
