@@ -323,6 +323,7 @@ def _build_channel_b(
         timeout_s=rollout.sync.timeout_s,
         bucket_mib=rollout.sync.bucket_mib,
         proof=rollout.sync.proof,
+        canary_every_rounds=rollout.sync.canary_every_rounds,
         api_key=api_key,
         span=telemetry.trace.span,
         ours=ours,

@@ -91,9 +91,10 @@ def audit(directory: Path, rank: int, kind: str) -> list[dict[str, Any]]:
 
 
 def assert_trained_on_both_channels(directory: Path, num_ranks: int, proof: str = "checksums+canary") -> None:
-    """Every rank ran B steps, and ``proof`` is how every round proved its server."""
+    """Every rank ran B steps, and ``proof`` is how the first round proved its server; later ones may ask no canary."""
     for rank in range(num_ranks):
         steps = audit(directory, rank, "step")
         assert {step["channel"] for step in steps} == {"A", "B"}, [step["skip_reason"] for step in steps]
     proofs = [server["proof"] for each in audit(directory, 0, "round") for server in each["servers"].values()]
-    assert set(proofs) == {proof}
+    assert proofs[0] == proof
+    assert set(proofs) <= {proof, proof.removesuffix("+canary")}

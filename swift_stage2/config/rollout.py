@@ -115,6 +115,8 @@ class SyncConfig:
     """wait for running rollouts, or abort them where the server can (ours, not stock); training goes on either way."""
     proof: Proof = Proof.AUTO
     """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
+    canary_every_rounds: int = 8
+    """Rounds from one canary to the next while checksums prove each of them; after a fault the next round asks one."""
     bucket_mib: int = 512
     """Weights sent in one message at most, MiB."""
     backoff_steps: int = 4
@@ -124,7 +126,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         rules.deadline(self, "timeout_s")
-        rules.at_least(self, 1, "bucket_mib", "backoff_steps")
+        rules.at_least(self, 1, "canary_every_rounds", "bucket_mib", "backoff_steps")
         rules.at_least(self, self.backoff_steps, "max_backoff_steps", remedy="it is backoff_steps's limit")
 
 

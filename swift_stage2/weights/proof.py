@@ -1,13 +1,14 @@
 """Shows that one server holds the weights it was sent: by checksums, by the canary's answer, or by both.
 
 Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
-shows no more than that nothing is grossly wrong. Called by a push inside its round; the trainer makes the learner's
-own ``CanaryAnswer``.
+shows no more than that nothing is grossly wrong, and every round asks it. Where checksums prove the bytes, the canary
+shows the wiring, which changes with a process and not with a round: ``CanarySchedule`` says when it is due. Called by a
+push inside its round; the trainer makes the learner's own ``CanaryAnswer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,9 +50,9 @@ def prove_server(
     if sums_of is not None and order.proof is not Proof.CANARY:  # before the canary: they name the tensor
         _check_stock_sums(session, order, sums_of, sent)
         shown.append("checksums")
-    if order.proof is not Proof.CHECKSUM:
+    if order.canary is not None:
         try:
-            _ask_canary(session, order, info, must_agree=same_dtypes)
+            _ask_canary(session, order, info, order.canary, must_agree=same_dtypes)
         except ServerFault:
             if not info.stock:
                 give_up(session, order)
@@ -64,6 +65,10 @@ def prove_server(
         if by_sums:
             _check_sums(session, order, info, sent, body)
             shown.insert(0, "checksums")
+    if not shown and order.canary is None:
+        raise ServerFault(
+            f"{session.base_url} shows no checksums any more, and no canary was due; the next round with it asks one"
+        )
     if not shown:
         raise ServerFault(
             f"{session.base_url} holds other dtypes than the learner, so that a canary alone shows nothing; "
@@ -97,10 +102,10 @@ def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.Server
 
 
 def _ask_canary(
-    session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, *, must_agree: bool
+    session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
 ) -> None:
     num_copies = _num_copies(session, order, info)
-    body = {"infer_requests": [order.canary.request] * num_copies, "request_config": order.canary.config}
+    body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
     reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
     where = f"{session.base_url}{protocol.INFER}"
     completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
@@ -110,7 +115,7 @@ def _ask_canary(
             raise ServerFault(
                 f"{session.base_url} answers the canary as (version, incarnation) {stamp}, expected {wanted}"
             )
-    num_wrong = sum(not order.canary.agrees(completion.token_ids) for completion in completions)
+    num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
         of_all = f" in {num_wrong} of {num_copies} answers of its engines" if num_copies > 1 else ""
         raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner{of_all}")
@@ -178,10 +183,39 @@ class RoundOrder:
     run_id: str
     version: int
     manifest: tuple[TensorSpec, ...]  # the learner's own
-    canary: Canary
+    canary: Canary | None  # None: none is due, checksums must prove
     proof: Proof
     api_key: str | None
     deadline: Deadline  # of every call
+
+
+class CanarySchedule:
+    """In which rounds the canary is asked, by what the rounds before showed of each server. Pure.
+
+    A server whose last round was proven by checksums is asked again in the ``every_rounds``-th round after the last one
+    that asked. Any other is asked: a new one, one that failed or was lost, one whose checksums are not shown.
+    """
+
+    def __init__(self, every_rounds: int) -> None:
+        self._every_rounds = every_rounds
+        self._rounds_since: dict[int, int] = {}
+
+    def is_due(self, servers: Iterable[int]) -> bool:
+        """Whether a round with these servers asks; all of them, because the learner's own answer is the cost."""
+        return any(self._rounds_of(server) + 1 >= self._every_rounds for server in servers)
+
+    def record(self, server: int, *, asked: bool, by_checksums: bool) -> None:
+        """``by_checksums``: the round with this server has ended in a proof, and checksums are part of it."""
+        if by_checksums:
+            self._rounds_since[server] = 0 if asked else self._rounds_of(server) + 1
+        else:
+            self.forget(server)
+
+    def forget(self, server: int) -> None:
+        self._rounds_since.pop(server, None)
+
+    def _rounds_of(self, server: int) -> int:
+        return self._rounds_since.get(server, self._every_rounds)
 
 
 # A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have

@@ -1,6 +1,6 @@
 """Runs sync rounds beside training: rank 0 copies the weights, background pushes carry and prove them, all ranks learn.
 
-Training waits for ``begin`` alone: the learner's canary and one copy of the weights, on the main thread of every rank
+Training waits for ``begin`` alone: one copy of the weights and, when due, the learner's canary, on every main thread
 at the same step. Each server's push has a daemon thread on rank 0. ``finish`` tells every rank the outcome, once
 ``has_ended`` has travelled in a step's vector. A round is a transaction: rank 0 never raises before every rank knows,
 and only what was proven counts. A watch ends the process when the main thread itself is stuck.
@@ -26,7 +26,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import Canary, RoundOrder
+from swift_stage2.weights.proof import Canary, CanarySchedule, RoundOrder
 from swift_stage2.weights.push import ServerPush, close_quietly, describe_fault
 from swift_stage2.weights.snapshot import Snapshot
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
@@ -52,6 +52,7 @@ class _Transfer:
     version: int
     round_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: float = field(default_factory=time.monotonic)
+    canary: Canary | None = None
     canary_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     end: float = 0.0  # monotonic; after it a push hangs
@@ -85,6 +86,7 @@ class WeightSync:
         timeout_s: float,
         bucket_mib: int,
         proof: Proof = Proof.AUTO,
+        canary_every_rounds: int = 1,
         api_key: str | None = None,
         span: EnterSpan = untraced,
         ours: set[str] | None = None,
@@ -98,6 +100,7 @@ class WeightSync:
         self._control = control
         self._export = export
         self._canary = canary
+        self._canaries = CanarySchedule(canary_every_rounds)  # rank 0 alone knows what it says
         self._make_transport = make_transport
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -167,7 +170,9 @@ class WeightSync:
 
     def distrust(self, servers: Iterable[int]) -> None:
         """Connections to these servers are not used again: they may come back as other processes."""
-        self._distrusted.update(servers)
+        for server in servers:
+            self._distrusted.add(server)
+            self._canaries.forget(server)
 
     def lost_servers(self) -> tuple[int, ...]:
         """Servers that what is kept between rounds has lost; for the probe's thread, never while a round runs."""
@@ -187,10 +192,11 @@ class WeightSync:
             round_.hung()  # a thread that the interpreter's end meets inside of torch aborts the process
         self._snapshot = None
 
-    # If no rank holds whole tensors, rank 0 tells the others what comes next: {"gather": index of a bucket} any number
-    # of times, and {"gather": null} at last. So its failure never leaves them in a collective. After a
-    # gather every rank says whether it failed there. One that fails inside leaves the others stuck in the training
-    # group, where no message reaches them: it leaves a note, and the watches of the others read it and end them.
+    # If no rank holds whole tensors, rank 0 tells the others what comes next: {"canary": whether it is due}, then
+    # {"gather": index of a bucket} any number of times, and {"gather": null} at last. So its failure never leaves them
+    # in a collective. After a gather every rank says whether it failed there. One that fails inside leaves the others
+    # stuck in the training group, where no message reaches them: it leaves a note, and the watches of the others read
+    # it and end them.
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -205,13 +211,18 @@ class WeightSync:
 
     def _begin_rank_zero(self, round_: _Transfer, targets: Sequence[int]) -> None:
         round_.end = time.monotonic() + self._timeout_s
-        began = time.perf_counter()
-        with self._span("canary"):
-            fault = self._answer_canary()
-        round_.canary_seconds = time.perf_counter() - began
-        if fault:
-            round_.learner_fault = fault
-            return
+        due = self._proof is not Proof.CHECKSUM and self._canaries.is_due(targets)
+        if self._export.partitioned:
+            self._control.broadcast({"canary": due})
+        if due:
+            round_.canary = self._canary
+            began = time.perf_counter()
+            with self._span("canary"):
+                fault = self._answer_canary()
+            round_.canary_seconds = time.perf_counter() - began
+            if fault:
+                round_.learner_fault = fault
+                return
         began = time.perf_counter()
         snapshot = self._take_snapshot()
         round_.snapshot_seconds = time.perf_counter() - began
@@ -221,7 +232,7 @@ class WeightSync:
             run_id=self._run_id,
             version=round_.version,
             manifest=self._export.manifest(),
-            canary=self._canary,
+            canary=round_.canary,
             proof=self._proof,
             api_key=self._api_key,
             deadline=Deadline(self._timeout_s * _SHARE_FOR_CALLS),
@@ -249,7 +260,7 @@ class WeightSync:
     def _help(self) -> None:
         if not self._export.partitioned:
             return  # rank 0 works alone
-        if self._answer_canary():
+        if self._control.broadcast(None)["canary"] and self._answer_canary():
             return  # as rank 0 has heard
         self._watch.begin("the snapshot of weights")
         plan = self._export.plan(self._bucket_bytes)
@@ -286,11 +297,16 @@ class WeightSync:
             names = ", ".join(push.name for push in hung)
             text = f"{names} did not return within {self._timeout_s} s"
             return RoundOutcome(round_.round_id, round_.version, hung=text)
+        reports = {push.server: self._still(push) for push in round_.pushes if push.report is not None}
+        for server, report in reports.items():
+            # A server that was lost while the round ran may be another process by now.
+            by_checksums = report.proven and "checksums" in report.proof and server not in self._distrusted
+            self._canaries.record(server, asked=round_.canary is not None, by_checksums=by_checksums)
         faults = (push.learner_fault for push in round_.pushes if push.learner_fault)
         return RoundOutcome(
             round_.round_id,
             round_.version,
-            reports={push.server: self._still(push) for push in round_.pushes if push.report is not None},
+            reports=reports,
             learner_fault=round_.learner_fault or next(faults, None),
             seconds=time.monotonic() - round_.started,
             canary_seconds=round_.canary_seconds,

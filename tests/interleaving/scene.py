@@ -445,6 +445,7 @@ class Scene:
             run_id="run",
             timeout_s=SYNC_TIMEOUT_S,
             bucket_mib=_BUCKET_MIB,  # type: ignore[arg-type]
+            canary_every_rounds=2,
         )
         rounds = RoundSchedule(len(urls), setting.sync_every_steps, backoff_steps=1, max_backoff_steps=64)
         sync.scene, sync.rounds = self, rounds

@@ -68,6 +68,11 @@ def test_a_wrong_canary_ends_the_round_at_once_and_leaves_the_server_unproven(lo
     assert loaded.server.state() == "unproven"
 
 
+def test_a_server_without_checksums_proves_nothing_in_a_round_without_canary(loaded: LearnerRound) -> None:
+    with pytest.raises(ServerFault, match="no canary was due"):
+        prove(loaded, info={"stock": True}, canary=None, proof=Proof.AUTO)
+
+
 def test_a_canary_of_another_version_proves_nothing(loaded: LearnerRound) -> None:
     with pytest.raises(ServerFault, match="answers the canary as"):
         prove(loaded, version=loaded.version + 1)

@@ -62,20 +62,24 @@ class Learner:
     ) -> None:
         self.module = load_learner(seed=next(server.versions))
         self.canary = GenerateCanary(self.module)
-        self.sync = WeightSync(
-            [ServerEndpoint(server.base_url, free_port())],
+        self._server = server
+        self._make_transport = transport
+        self.sync = self.make_sync(timeout_s=timeout_s)
+
+    def make_sync(self, **options: Any) -> WeightSync:
+        return WeightSync(
+            [ServerEndpoint(self._server.base_url, free_port())],
             control=SingleRank(),
             export=WeightExport(self.module),
             canary=self.canary,
-            make_transport=lambda info: transport(),
+            make_transport=lambda info: self._make_transport(),
             run_id="run-1",
-            timeout_s=timeout_s,
             bucket_mib=1,
+            **{"timeout_s": 30.0, **options},
         )
-        self._versions = server.versions
 
     def round(self) -> Any:
-        return self.sync.run(next(self._versions), [0])
+        return self.sync.run(next(self._server.versions), [0])
 
 
 @pytest.fixture
@@ -105,6 +109,31 @@ def test_after_each_round_the_servers_greedy_answer_is_the_learners(
         answers.append(completion.token_ids)
         _train_a_little(learner.module)
     assert len(set(answers)) > 1  # the rounds really moved something
+
+
+def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_rounds(
+    server: RunningServer, learner: Learner
+) -> None:
+    sync = learner.make_sync(canary_every_rounds=3)
+
+    def proof(version: int) -> tuple[str, bool]:
+        outcome = sync.run(version, [0])
+        return outcome.reports[0].proof if outcome.proven else "none", outcome.canary_seconds > 0
+
+    try:
+        told = [proof(next(server.versions)) for _ in range(5)]
+        server.engine.install_fault = InstallFault.FLIP_ELEMENT
+        told.append(proof(next(server.versions)))
+        server.engine.install_fault = InstallFault.NONE
+        told += [proof(next(server.versions)) for _ in range(2)]
+        sync.distrust([0])
+        told.append(proof(next(server.versions)))
+    finally:
+        sync.close()
+    with_canary, without = ("checksums+canary", True), ("checksums", False)
+    assert told[:5] == [with_canary, without, without, with_canary, without]
+    assert told[5:8] == [("none", False), with_canary, without]
+    assert told[8] == with_canary
 
 
 @pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
