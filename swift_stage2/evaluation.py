@@ -262,7 +262,7 @@ class PinnedEvaluation:
         mine = self.part.end()
         counts = mine.decode(self._control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
-        # What a stop ends is asked again by the run that resumes.
+        # The run that resumes asks an evaluation again that a stop has ended.
         ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
         record = EvaluationRecord(ended, step, end, counts)
         self._record(record)

@@ -14,7 +14,7 @@ from swift_stage2.errors import UserError
 
 MOST_BYTES = 64 << 20
 PYTHON_VERSION = "3.12"
-# What learner and server import beside torch, transformers, accelerate and theirs. Declared needs of ms-swift that they
+# Learner and server import these beside torch, transformers, accelerate. Declared needs of ms-swift that they
 # never import (oss2, nltk, openai, …) are left out.
 PINNED = (
     "annotated-doc==0.0.7", "annotated-types==0.8.0", "cffi==2.1.1", "cryptography==50.0.2", "datasets==4.8.4",
@@ -62,7 +62,7 @@ def collect(directory: Path, python_version: str = PYTHON_VERSION) -> int:
 def install_missing(wheels: Path, private: Path) -> list[str]:
     """Installs those of ``wheels`` that this Python does not have into ``private``, and returns their names.
 
-    What the machine has is left alone, whatever its version: the check is of that machine.
+    A package that the machine has is left alone, whatever its version: the check is of that machine.
 
     Raises:
         UserError: there is no wheel, or pip cannot install one.

@@ -24,7 +24,7 @@ from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")
-# What the template and the picture library raise for a row that they cannot use.
+# The template and the picture library raise these for a row that they cannot use.
 _ENCODING_ERRORS = (
     ValueError,
     TypeError,

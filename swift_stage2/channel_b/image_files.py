@@ -48,7 +48,7 @@ def orientation_of(image: Image.Image) -> int:
 def without_orientation(content: bytes) -> bytes:
     """An image file whose pixels nobody will turn: ``content`` itself, or its stored pixels as a PNG without the tag.
 
-    What is no image that can be read is left as it is: what becomes of it is the server's to say.
+    A file that is no readable image is passed on unchanged, and the server decides about it.
     """
     if not any(mark in content for mark in _MARKS):
         return content

@@ -246,7 +246,7 @@ class RowOrigins:
     """
 
     def __init__(self, files: Sequence[Path] = ()) -> None:
-        """Reads all of them once. What cannot be read is left out: whoever trains it has refused it before."""
+        """Reads all of them once, without rows that cannot be read: whoever trains those has refused them before."""
         self._files = tuple(files)
         fingerprints, places = array("Q"), array("Q")
         for number, file in enumerate(self._files):

@@ -1,7 +1,7 @@
 """``swift-stage2 doctor CONFIG.yaml [--live]``: runs the checks in order, prints the table, and exits with its verdict.
 
-Exit status: 0 nothing failed, 1 a check failed, 2 the user's mistake (no such file, no YAML). What a check needs
-is handed on by the check before it; nothing is looked at twice.
+Exit status: 0 nothing failed, 1 a check failed, 2 the user's mistake (no such file, no YAML). A check gets
+the results that it needs from the checks before it; nothing is looked at twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ms-swift's own pipeline up to where training would begin: arguments, processor, template, rows, and the model.
 
-The one file of the doctor that knows ms-swift. What needs the ranks of torchrun, or writes into the run
-directory, is left out; everything that a server is compared with is built as the trainer builds it.
+The one file of the doctor that knows ms-swift. It leaves out steps that need the ranks of
+torchrun or write into the run directory, and builds everything that a server is compared with as the trainer does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from swift_stage2.process.visible_devices import select_devices
 EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
 
-# What an outer torchrun or ms-swift launcher may have left in the environment; it would be taken for ours.
+# An outer torchrun or ms-swift launcher may have left these in the environment; they would be taken for ours.
 _FOREIGN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("NPROC_PER_NODE", "NNODES", "NODE_RANK"),

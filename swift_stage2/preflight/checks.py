@@ -1,7 +1,7 @@
 """The checks of a run that need no template: ``train`` and ``launch`` stop at the first error, ``doctor`` shows all.
 
-A program runs those whose needs it has (``Known``), when it has them. What only the template, the model and answering
-servers can tell stands in the other files of this folder, and is asked by a run's start and by the doctor alike.
+A program runs those whose needs it has (``Known``), when it has them. Checks that need the template, the model or
+answering servers stand in the other files of this folder; a run's start and the doctor share them as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The GPUs that a process sees.
 
-Devices of a configuration are taken out of those that the environment leaves visible. What is named and not there is
-refused: torch would fall back to the CPU, or to fewer, without a word.
+Devices of a configuration are taken out of those that the environment leaves visible. A device that is named
+and not there is refused: torch would fall back to the CPU, or to fewer, without a word.
 """
 
 from __future__ import annotations

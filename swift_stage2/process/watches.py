@@ -104,7 +104,7 @@ class ProgressWatch:
 class RoundWatch:
     """Counts from ``begin`` to the next one, or to the end of a context of it.
 
-    What is counted are waits of its own: a process that was stopped meanwhile has not spent its time. ``on_hang``
+    It counts waits of its own: a process that was stopped meanwhile has not spent its time. ``on_hang``
     gets what did not end, and returns what else is known of it; ``leave`` ends the process.
     """
 

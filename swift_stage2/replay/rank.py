@@ -30,7 +30,7 @@ from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.training.sft import train
 
-# What must not reach the run's own directory, or anybody's hub.
+# Keeps a replay out of the run's own directory and of anybody's hub.
 _OWN_PLACE = {"add_version": False, "report_to": ["none"], "push_to_hub": False, "logging_dir": None}
 
 

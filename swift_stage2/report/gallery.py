@@ -1,6 +1,6 @@
 """Turns matches into pictures to page through: what was seen, said, matched, missed, invented and trained.
 
-Bounded: the newest matches only, one thumbnail per image. What comes out is data for the page's script, which puts
+Bounded: the newest matches only, one thumbnail per image. It makes data for the page's script, which puts
 every text in as text. A path comes from a data set: it is opened as an image of a known raster format and as nothing
 else, only if it is a regular file, and only if it is of a bounded size.
 """

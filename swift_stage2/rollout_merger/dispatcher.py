@@ -1,8 +1,8 @@
 """One thread that talks to the server, because the server does one thing at a time: merged POSTs and control calls.
 
 Everything leaves in the order of arrival: a control call after all that was queued before it, a part together with
-later ones of its kind but never past a control call. What nobody waits for any more is never posted. The merger
-calls the server only for a caller: nothing of its own can meet a sync round.
+later ones of its kind but never past a control call. Requests for which nobody waits any more are never posted.
+The merger calls the server only for a caller: nothing of its own can meet a sync round.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class _MergerRoutes:
             return await self._answer(item, request)
 
     async def control(self, request: Request) -> Response:
-        # What began to arrive before this call is queued before it: its caller may have given up meanwhile,
+        # A request that began to arrive before this call is queued before it: its caller may have given up meanwhile,
         # and counts on this call to come back only when nothing of it can start any more.
         earlier = tuple(self._uploads)
         async with self._body(request, self._control_room) as raw:

@@ -268,7 +268,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         return generated
 
     def _warpers(self, sampling: Sampling) -> list[LogitsProcessor] | None:
-        """None when greedy. What a request leaves open comes from the model's generation config."""
+        """None when greedy. Values that a request leaves open come from the model's generation config."""
         default = self.generation_config
         samples_by_default = bool(getattr(default, "do_sample", False))
         temperature = sampling.temperature

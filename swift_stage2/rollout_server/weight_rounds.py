@@ -315,7 +315,7 @@ class WeightRounds:
             self._end_round()
 
     def _end_round(self) -> None:
-        """Forgets the round. What it loaded without a commit is nobody's weights."""
+        """Forgets the round. Weights that it loaded without a commit are nobody's."""
         if self._round is None:
             return
         if self._round.installed is not None:

@@ -37,7 +37,7 @@ class RunningEvaluation:
 
 
 class EvaluationSchedule:
-    """At most one evaluation runs. What falls due meanwhile replaces what fell due before and has not begun."""
+    """At most one evaluation runs. One that falls due meanwhile replaces one that fell due before and has not begun."""
 
     def __init__(self, *, every_steps: int, max_round_delay_steps: int, last_step: int) -> None:
         """``last_step`` is the last one that trains: nothing begins there, and what runs ends."""

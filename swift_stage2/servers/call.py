@@ -30,12 +30,12 @@ _REFUSED_KEYS = (401, 403)
 _QUOTED_CHARACTERS = 500
 _QUOTED_OF_STRANGERS = 120  # of what is no JSON: the page of another program
 _CONNECT_TIMEOUT_S = 10.0
-# What httpx raises, and what the resolver does for a host name that is none.
+# httpx raises these, and the resolver the last for a host name that is none.
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 _STATUSES = range(200, 600)
 _OK = 200
 _JSON = "application/json"
-# What zlib calls the window of a format; gzip is 16 more than zlib's own.
+# zlib's number for the window of each format; gzip is 16 more than zlib's own.
 _WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 

@@ -162,7 +162,7 @@ class BodyRoom:
     async def body(self, request: Request, max_bytes: int, timeout_s: float) -> AsyncIterator[bytes]:
         """The whole body; its room is free again at the end of the context.
 
-        What follows a refusal is read and forgotten, so that the caller hears of it; it takes no room.
+        The rest of a refused body is read and forgotten, so that the caller hears of the refusal; it takes no room.
 
         Raises:
             RequestTooLarge: more than ``max_bytes``.

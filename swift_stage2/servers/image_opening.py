@@ -18,7 +18,7 @@ from swift_stage2.errors import SampleError
 # Decoders that run inside this process. Others start programs (EPS: Ghostscript) or are hardly ever used.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
-# What Pillow raises on files that are broken on purpose: decoders index, unpack and divide by what they read.
+# Pillow raises these on files that are broken on purpose: decoders index, unpack and divide by what they read.
 _UNREADABLE = (
     OSError,
     ValueError,

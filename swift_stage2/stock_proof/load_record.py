@@ -118,8 +118,8 @@ def combine(
 ) -> WeightSums:
     """One answer of all workers of all engines. Where they do not agree it names no checksum.
 
-    ``engines`` holds None for one that did not answer: what it says of that is in the server's log. What a worker
-    answered to another ``question`` does not count.
+    ``engines`` holds None for one that did not answer: its words about that are in the server's log. An
+    answer of a worker to another ``question`` does not count.
     """
     errors: list[str] = []
     answers: list[list[Report]] = [

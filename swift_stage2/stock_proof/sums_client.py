@@ -37,7 +37,7 @@ def _cut(metadatas: Sequence[Any], flattened_tensor: torch.Tensor) -> NamedTenso
     return tensors
 
 
-# What each sending method of the client is given, in ms-swift's own words.
+# The tensors that each sending method of ms-swift's client is given.
 _TENSORS_OF: Mapping[str, Callable[..., NamedTensors]] = {
     "update_named_param": lambda name, weights: {name: weights},
     "update_flattened_params": _cut,

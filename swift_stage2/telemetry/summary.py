@@ -101,7 +101,7 @@ def summarise(run_dir: Path) -> RunSummary:
 def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
     """Everything that is counted of a run, from its ranks in order; of nothing without any.
 
-    What is equal on all ranks is the first one's.
+    Values that are equal on all ranks are the first one's.
     """
     first, totals = ranks[0] if ranks else RankRecords(0), _totals(ranks)
     steps = first.steps.values()

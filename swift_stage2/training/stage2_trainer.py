@@ -346,7 +346,7 @@ class _StopSignals:
 
 
 def _write_state(directory: Path, **state: Any) -> None:
-    """This rank's own file. What it raises of the disk is told on every rank alike."""
+    """This rank's own file. A disk's error is told on every rank alike."""
     with whole_checkpoint(directory, is_owner=state["rank"] == 0):
         resume.write_state(str(directory), **state)
 

@@ -71,7 +71,7 @@ class WeightExport:
     def read(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """These tensors of the manifest, merged, contiguous, in the learner's dtypes.
 
-        What is neither merged nor partitioned shares memory with the training weights. If ``partitioned``,
+        A tensor that is neither merged nor partitioned shares memory with the training weights. If ``partitioned``,
         the other ranks must call ``help_read`` with the same names at the same time.
         """
         own = self._named(names)

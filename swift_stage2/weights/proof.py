@@ -234,7 +234,7 @@ class CanaryAnswer:
     def agrees(self, token_ids: Sequence[int], text_of: Callable[[int], str], end: str) -> bool:
         """Whether ``token_ids``, without the end of turn, is this answer up to its first near tie.
 
-        What follows a tie cannot be compared, because it was said after another prefix. ``end`` is the text
+        Tokens after a tie cannot be compared, because they follow another prefix. ``end`` is the text
         of the token that ends a turn.
         """
         theirs = tuple(token_ids)

@@ -20,7 +20,7 @@ _REFUSALS = {
     403: "the server refuses the API key; set the variable that rollout.api_key_env names",
     409: "the server refuses rollouts in its present state",
 }
-# What says nothing of the requests: a server without room for them (429), or a merger or proxy of the server behind it.
+# These say nothing of the requests: the server has no room (429), or a merger or proxy speaks of the server behind it.
 _STATUS_ENDS = {
     429: PostEnd.BUSY,
     502: PostEnd.LOST,

@@ -68,7 +68,7 @@ class Piece:
 class RequestPlan:
     """One batch on one server: retry once, then bisect; probe the server before a request is condemned.
 
-    What the server names is asked apart instead.
+    Requests that the server names are asked apart instead.
     """
 
     def __init__(self, num_requests: int, *, probe_early: bool = True) -> None:
