@@ -71,9 +71,8 @@ def train(
     register_trainer()  # a plugin may name one that it derives from ours
     try:
         arguments = parse_swift_arguments(config.swift_arguments())
-        make_task(
-            config
-        )  # plugins are there now; a name that none of them registers need not wait for the model
+        # Plugins are there now; a name that none of them registers need not wait for the model.
+        make_task(config)
         if config.b_enabled:
             keep_buffers_exact()
         pipeline = Stage2Sft(arguments, config, start_run)
@@ -111,8 +110,8 @@ def _tell_of_deaf_servers(config: Stage2Config) -> None:
     for server in config.rollout.servers if config.b_enabled else ():
         if reason := why_deaf(server.base_url, _CONNECT_TIMEOUT_S):
             logger.warning(
-                "rollout server %s does not answer yet (%s); once the model is loaded it is waited for "
-                "rollout.start_timeout_s=%g seconds; start it, or correct rollout.servers",
+                "rollout server %s does not answer yet (%s); training waits for it rollout.start_timeout_s=%g seconds "
+                "once the model is loaded",
                 server.base_url,
                 reason,
                 config.rollout.start_timeout_s,

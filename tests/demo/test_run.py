@@ -136,7 +136,7 @@ def _mentions(process: psutil.Process, text: str) -> bool:
 
 BEFORE = DetectionScore(precision=0.25, recall=0.25, f1=0.25, mean_iou=0.6, num_images=128)
 AFTER = DetectionScore(precision=0.5, recall=0.5, f1=0.5, mean_iou=0.7, num_images=128)
-NUM_STEPS = 100
+STEPS_OF_SUMMARY = 100
 
 
 def _plan(number: int, num_skipped: int) -> StepPlan:
@@ -152,7 +152,7 @@ def _summary(run_dir: Path, num_skipped: int) -> RunSummary:
         telemetry = Telemetry(run_dir, rank, 2, tensorboard=False, queue_limit=8)
         with telemetry.activity("syncing"):
             telemetry.record_round(0, round_outcome(1, True))
-        for number in range(NUM_STEPS):
+        for number in range(STEPS_OF_SUMMARY):
             plan = _plan(number, num_skipped)
             telemetry.record_step(step(number, plan, packs=(pack(),) if plan.channel is Channel.B else ()))
         telemetry.close()
@@ -164,7 +164,7 @@ def _outcome(summary: RunSummary) -> DemoOutcome:
         summary=summary,
         before=BEFORE,
         after=AFTER,
-        num_steps_wanted=NUM_STEPS,
+        num_steps_wanted=STEPS_OF_SUMMARY,
         left_processes=(),
         held_ports=(),
     )

@@ -53,7 +53,7 @@ def test_rank_0_tells_of_a_server_that_does_not_answer_and_goes_on(train_until_l
         (told,) = train_until_load(port, 0.25, "0")
         assert f"rollout server http://127.0.0.1:{port} does not answer yet (" in told
         assert "rollout.start_timeout_s=33" in told
-        assert "start it, or correct rollout.servers" in told
+        assert "start the server there, with a --host that this machine reaches" in told
         assert train_until_load(port, 0.25, "1") == []
         assert train_until_load(port, 0, "0") == []
         unused.listen()
