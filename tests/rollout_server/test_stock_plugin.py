@@ -168,7 +168,7 @@ def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
         run_id="run",
         version=1,
         manifest=(),
-        canary=SimpleNamespace(),  # type: ignore[arg-type]
+        canary=None,
         proof=Proof.CHECKSUM,
         api_key=None,
         deadline=Deadline(20.0),
